@@ -6,9 +6,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-use everbus_core::{
-    Appended, Code, Error, Event, EventId, Position, Recorded, Result, Timestamp,
-};
+use everbus_core::{Appended, Code, Error, Event, EventId, Position, Recorded, Result, Timestamp};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::Postgres;
@@ -131,10 +129,14 @@ impl Postgres {
             let free = check_sets(self, tx, batches).await?;
             let taken = batches.iter().zip(&free).filter(|(_, free)| free.is_ok());
             let taken: Vec<&Event> = taken.flat_map(|(batch, _)| batch.iter()).collect();
-            let mut appended = append_in(self, tx, &taken).await.map_err(conflict)?.into_iter();
-            let answers = batches.iter().zip(free).map(|(batch, free)| {
-                free.map(|()| appended.by_ref().take(batch.len()).collect())
-            });
+            let mut appended = append_in(self, tx, &taken)
+                .await
+                .map_err(conflict)?
+                .into_iter();
+            let answers = batches
+                .iter()
+                .zip(free)
+                .map(|(batch, free)| free.map(|()| appended.by_ref().take(batch.len()).collect()));
             Ok(answers.collect())
         })
     }
@@ -179,10 +181,15 @@ pub(crate) async fn append_received(
     let types = engine.types.intern(db, names, false).await?;
     let times = vec![received_at.as_micros(); events.len()];
     let inserted = insert(db, events, &types, &times).await?;
-    let born: Vec<(u64, &Event)> =
-        inserted.iter().map(|(event, a)| (a.position.place(), *event)).collect();
+    let born: Vec<(u64, &Event)> = inserted
+        .iter()
+        .map(|(event, a)| (a.position.place(), *event))
+        .collect();
     crate::orphans::born(db, &born).await?;
-    answer(engine, db, events, &inserted).await?.into_iter().collect()
+    answer(engine, db, events, &inserted)
+        .await?
+        .into_iter()
+        .collect()
 }
 
 /// One answer per event, after those whose ids were free were inserted.
@@ -192,8 +199,10 @@ async fn answer(
     events: &[&Event],
     inserted: &[(&Event, Appended)],
 ) -> Result<Vec<Result<Appended>>> {
-    let new: HashMap<Key<'_>, Appended> =
-        inserted.iter().map(|(event, appended)| (key_of(event), *appended)).collect();
+    let new: HashMap<Key<'_>, Appended> = inserted
+        .iter()
+        .map(|(event, appended)| (key_of(event), *appended))
+        .collect();
     let mut known: HashMap<Key<'_>, Option<Arc<Recorded>>> = HashMap::new();
     let stored;
     let missing = events.iter().filter(|e| !new.contains_key(&key_of(e)));
@@ -213,13 +222,18 @@ async fn answer(
         let answer = match (new.get(&key), seen.get(&key), known.get(&key)) {
             (Some(appended), None, _) => Ok(*appended),
             // Twice in the batch.
-            (Some(appended), Some(first), _) if first.same_body(event) => Ok(appended.as_duplicate()),
+            (Some(appended), Some(first), _) if first.same_body(event) => {
+                Ok(appended.as_duplicate())
+            }
             (None, _, Some(Some(first))) if first.event.same_body(event) => {
                 Ok(Appended::new(event.id(), first.position, first.received_at).as_duplicate())
             }
             // It was there a moment ago, and was removed since.
             (None, _, None) => {
-                return Err(Error::new(Code::Busy, "an event with this id was removed meanwhile"));
+                return Err(Error::new(
+                    Code::Busy,
+                    "an event with this id was removed meanwhile",
+                ));
             }
             _ => Err(reused(event)),
         };
@@ -233,7 +247,10 @@ async fn answer(
 pub(crate) fn reused(event: &Event) -> Error {
     Error::new(
         Code::IdReused,
-        format!("event {} was published before with another body", event.display_id()),
+        format!(
+            "event {} was published before with another body",
+            event.display_id()
+        ),
     )
     .hint("use a new id for a new event; repeat a publish with the same content")
 }
@@ -245,7 +262,9 @@ pub(crate) async fn with_ids(
     ids: Vec<uuid::Uuid>,
 ) -> Result<Vec<Stored>> {
     let sql = format!("SELECT {RECORD} FROM everbus.log WHERE id = ANY ($1) ORDER BY seq");
-    let rows = db.query("looking for an earlier publish", &sql, &[&ids]).await?;
+    let rows = db
+        .query("looking for an earlier publish", &sql, &[&ids])
+        .await?;
     engine.types.read(db, &rows).await
 }
 
@@ -312,7 +331,10 @@ pub(crate) async fn insert<'e>(
         let key = (EventId::from(id), tenant);
         let event = rest.find(|event| key_of(event) == key);
         let Some(event) = event else {
-            return Err(Error::new(Code::Internal, "an event was stored that nobody sent"));
+            return Err(Error::new(
+                Code::Internal,
+                "an event was stored that nobody sent",
+            ));
         };
         let position = Position::seq(get_seq(row, 0)?);
         let received_at = Timestamp::from_micros(get(row, 1)?);
@@ -376,14 +398,16 @@ impl<'a> Columns<'a> {
             .hint("leave the character out"));
         }
         let [tenant, app, entity_type, entity_id, address] = texts;
-        let type_id = types.get(event.type_arc()).copied().ok_or_else(|| {
-            Error::new(Code::Internal, "an event type has no number")
-        })?;
+        let type_id = types
+            .get(event.type_arc())
+            .copied()
+            .ok_or_else(|| Error::new(Code::Internal, "an event type has no number"))?;
         self.occurred_at.push(event.occurred_at().as_micros());
         let expires = attributes.and_then(|a| a.expires_at);
         self.expires_at.push(expires.map(Timestamp::as_micros));
         self.types.push(type_id);
-        self.versions.push(i32::try_from(event.version()).unwrap_or(i32::MAX));
+        self.versions
+            .push(i32::try_from(event.version()).unwrap_or(i32::MAX));
         self.checksums.push(row.checksum);
         self.ids.push(event.id().as_uuid());
         self.tenants.push(tenant.unwrap_or_default());
@@ -406,7 +430,12 @@ pub(crate) async fn check_sets(
     db: &impl Sql,
     sets: &[&[Event]],
 ) -> Result<Vec<Result<()>>> {
-    let ids: Vec<uuid::Uuid> = sets.iter().copied().flatten().map(|e| e.id().as_uuid()).collect();
+    let ids: Vec<uuid::Uuid> = sets
+        .iter()
+        .copied()
+        .flatten()
+        .map(|e| e.id().as_uuid())
+        .collect();
     if ids.is_empty() {
         return Ok(sets.iter().map(|_| Ok(())).collect());
     }
@@ -414,7 +443,10 @@ pub(crate) async fn check_sets(
     let mut known: HashMap<Key<'_>, Option<&Event>> = HashMap::new();
     for found in &stored {
         let event = &found.record.event;
-        known.insert(key_of(event), Some(event).filter(|_| found.damage.is_none()));
+        known.insert(
+            key_of(event),
+            Some(event).filter(|_| found.damage.is_none()),
+        );
     }
     let mut answers = Vec::with_capacity(sets.len());
     for set in sets {

@@ -32,8 +32,11 @@ pub(crate) async fn bury(
         outcomes::keep(db, (group, seq), kept, None, engine.now()).await?;
         return Ok(None);
     }
-    let sql = "SELECT attempts, failures FROM everbus.dead_letters WHERE seq = $1 AND group_id = $2";
-    let before = db.first("reading a dead letter", sql, &[&to_sql(seq), &group]).await?;
+    let sql =
+        "SELECT attempts, failures FROM everbus.dead_letters WHERE seq = $1 AND group_id = $2";
+    let before = db
+        .first("reading a dead letter", sql, &[&to_sql(seq), &group])
+        .await?;
     let death = match before {
         None => death,
         Some(row) => {
@@ -45,7 +48,13 @@ pub(crate) async fn bury(
     };
     let record = put(engine, db, group, seq, &death).await?;
     let last = death.failures.last();
-    Ok(dead_letter_notice(&record, &nature.name, death.attempts, last, death.died_at))
+    Ok(dead_letter_notice(
+        &record,
+        &nature.name,
+        death.attempts,
+        last,
+        death.died_at,
+    ))
 }
 
 /// Opens a dead letter, or opens it again, with all its attempts and failures. The first time stays.
@@ -56,7 +65,10 @@ pub(crate) async fn put(
     seq: u64,
     death: &Death,
 ) -> Result<Arc<Recorded>> {
-    let Some(Stored { type_id, record, .. }) = stored_at(db, &engine.types, seq).await? else {
+    let Some(Stored {
+        type_id, record, ..
+    }) = stored_at(db, &engine.types, seq).await?
+    else {
         let what = format!("event {seq} was delivered but is not in the log");
         return Err(Error::new(Code::Corrupt, what));
     };

@@ -8,8 +8,8 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use everbus_core::{
-    ConsumeOptions, Death, Delivery, Event, Failure, FailureKind, Lease, Pattern, Position, Recorded,
-    Result, Timestamp,
+    ConsumeOptions, Death, Delivery, Event, Failure, FailureKind, Lease, Pattern, Position,
+    Recorded, Result, Timestamp,
 };
 
 use crate::Postgres;
@@ -69,7 +69,11 @@ impl Postgres {
         // What a consumer here gives back must not be taken for a lease that ended.
         self.returning.done().await;
         let now = self.now();
-        let room = self.seats.room(asking.seat, now.as_micros()).min(max).min(BATCH);
+        let room = self
+            .seats
+            .room(asking.seat, now.as_micros())
+            .min(max)
+            .min(BATCH);
         let patterns = self.seats.handled(asking.seat);
         if let Some(isolated) = self.seats.isolating()
             && (isolated.0 != asking.group || self.seats.holds(isolated))
@@ -106,7 +110,13 @@ impl Postgres {
                 held_back: false,
             };
             claim.run(room).await?;
-            Ok((claim.deliveries, claim.until, claim.set_aside, claim.held_back, claim.notices.len()))
+            Ok((
+                claim.deliveries,
+                claim.until,
+                claim.set_aside,
+                claim.held_back,
+                claim.notices.len(),
+            ))
         });
         let (deliveries, until, set_aside, held_back, told) = match claimed {
             Ok(claimed) => claimed,
@@ -142,8 +152,12 @@ impl Postgres {
                        WHERE c.token = $1
                        UNION SELECT seq FROM everbus.deliveries
                          WHERE group_id = $2 AND token = $1 AND state = 1";
-            let rows = conn.query("taking a claim back", sql, &[&token, &group]).await?;
-            let leases = rows.iter().map(|row| Ok(lease(group, token, get_seq(row, 0)?)));
+            let rows = conn
+                .query("taking a claim back", sql, &[&token, &group])
+                .await?;
+            let leases = rows
+                .iter()
+                .map(|row| Ok(lease(group, token, get_seq(row, 0)?)));
             leases.collect::<Result<Vec<Lease>>>()
         };
         let taken = match read.await {
@@ -201,8 +215,13 @@ impl Postgres {
                (SELECT CASE WHEN is_called THEN last_value ELSE 0 END AS newest FROM everbus.log_seq) s
              WHERE g.id = $1"
         );
-        let values: Params<'_> =
-            &[&asking.group, &now, &unwanted, &group.is_archive(), &asking.owner];
+        let values: Params<'_> = &[
+            &asking.group,
+            &now,
+            &unwanted,
+            &group.is_archive(),
+            &asking.owner,
+        ];
         let row = conn.first("looking for events", &sql, values).await?;
         let row = row.ok_or_else(groups::removed)?;
         let (cursor, newest) = (get_seq(&row, 0)?, get_seq(&row, 1)?);
@@ -211,7 +230,11 @@ impl Postgres {
         let next_due: Option<i64> = get(&row, 5)?;
         let (unhandled, lease_end): (Option<i64>, Option<i64>) = (get(&row, 6)?, get(&row, 7)?);
         let texts: Vec<&str> = get(&row, 9)?;
-        if !texts.iter().copied().eq(group.patterns.iter().map(Pattern::as_str)) {
+        if !texts
+            .iter()
+            .copied()
+            .eq(group.patterns.iter().map(Pattern::as_str))
+        {
             self.groups.forget(group.id);
             return Ok(None);
         }
@@ -242,7 +265,10 @@ fn new_token() -> i64 {
 }
 
 fn lease(group: i64, token: i64, seq: u64) -> Lease {
-    Lease::new(Position::seq(seq), [group.cast_unsigned(), token.cast_unsigned()])
+    Lease::new(
+        Position::seq(seq),
+        [group.cast_unsigned(), token.cast_unsigned()],
+    )
 }
 
 /// A claim under way.
@@ -307,7 +333,9 @@ impl Claim<'_, '_> {
     }
 
     fn patience(&self) -> i64 {
-        self.now.plus(self.asking.options.no_handler_after).as_micros()
+        self.now
+            .plus(self.asking.options.no_handler_after)
+            .as_micros()
     }
 
     /// Dead-letters events that had no handler in any process for too long.
@@ -318,11 +346,18 @@ impl Claim<'_, '_> {
              WHERE d.group_id = $1 AND d.state = 3 AND d.due <= $2 ORDER BY d.seq LIMIT 200"
         );
         let at = self.now.as_micros();
-        let rows = self.tx.query("reading what has no handler", &sql, &[&group.id, &at]).await?;
+        let rows = self
+            .tx
+            .query("reading what has no handler", &sql, &[&group.id, &at])
+            .await?;
         let stored = self.engine.types.read(self.tx, &rows).await?;
         let (mut seqs, mut kept) = (Vec::new(), Vec::new());
         for (row, stored) in rows.iter().zip(stored) {
-            if self.engine.seats.is_handled(group.id, stored.record.event.event_type()) {
+            if self
+                .engine
+                .seats
+                .is_handled(group.id, stored.record.event.event_type())
+            {
                 // A consumer that is paused has a handler.
                 kept.push(to_sql(stored.seq()));
                 continue;
@@ -342,9 +377,12 @@ impl Claim<'_, '_> {
             seqs.push(to_sql(seq));
         }
         if !kept.is_empty() {
-            let sql = "UPDATE everbus.deliveries SET due = $3 WHERE group_id = $1 AND seq = ANY ($2)";
+            let sql =
+                "UPDATE everbus.deliveries SET due = $3 WHERE group_id = $1 AND seq = ANY ($2)";
             let due = self.patience();
-            self.tx.execute("setting events aside", sql, &[&group.id, &kept, &due]).await?;
+            self.tx
+                .execute("setting events aside", sql, &[&group.id, &kept, &due])
+                .await?;
         }
         self.remove_rows(group, &seqs).await
     }
@@ -354,7 +392,10 @@ impl Claim<'_, '_> {
             return Ok(());
         }
         let sql = "DELETE FROM everbus.deliveries WHERE group_id = $1 AND seq = ANY ($2)";
-        self.tx.execute("removing rows", sql, &[&group.id, seqs]).await.map(drop)
+        self.tx
+            .execute("removing rows", sql, &[&group.id, seqs])
+            .await
+            .map(drop)
     }
 
     /// Reads rows that may go.
@@ -366,7 +407,10 @@ impl Claim<'_, '_> {
              FROM everbus.deliveries d JOIN everbus.log log ON log.seq = d.seq
              WHERE d.group_id = $1 AND {which}"
         );
-        let rows = self.tx.query("reading the waiting deliveries", &sql, values).await?;
+        let rows = self
+            .tx
+            .query("reading the waiting deliveries", &sql, values)
+            .await?;
         let stored = self.engine.types.read(self.tx, &rows).await?;
         let ready = rows.iter().zip(stored).map(|(row, stored)| {
             Ok(Ready {
@@ -387,7 +431,14 @@ impl Claim<'_, '_> {
         let sql = "SELECT EXISTS (SELECT 1 FROM everbus.deliveries
                    WHERE group_id = $1 AND state = 1 AND suspect AND owner = $2),
                    EXISTS (SELECT 1 FROM everbus.deliveries WHERE group_id = $1 AND state = 0 AND suspect)";
-        let row = self.tx.one("reading the suspects", sql, &[&group.id, &self.asking.owner]).await?;
+        let row = self
+            .tx
+            .one(
+                "reading the suspects",
+                sql,
+                &[&group.id, &self.asking.owner],
+            )
+            .await?;
         let (running, waiting): (bool, bool) = (get(&row, 0)?, get(&row, 1)?);
         let isolating = seats.isolating();
         if !waiting && isolating.is_some_and(|(of, _)| of == group.id) && !running {
@@ -396,7 +447,9 @@ impl Claim<'_, '_> {
         if running || !waiting {
             return Ok(());
         }
-        let chosen = isolating.filter(|(of, _)| *of == group.id).map(|(_, seq)| to_sql(seq));
+        let chosen = isolating
+            .filter(|(of, _)| *of == group.id)
+            .map(|(_, seq)| to_sql(seq));
         let which = format!(
             "d.state = 0 AND d.suspect AND d.due <= $2 AND ($3::bigint IS NULL OR d.seq = $3) AND {FIRST_OF_KEY}
              ORDER BY d.due, d.seq LIMIT 1"
@@ -411,7 +464,9 @@ impl Claim<'_, '_> {
         };
         if !self.handles(ready.stored.record.event.event_type()) {
             seats.isolate(None);
-            return self.set_unhandled(group, vec![to_sql(ready.stored.seq())]).await;
+            return self
+                .set_unhandled(group, vec![to_sql(ready.stored.seq())])
+                .await;
         }
         if ready.crashes >= CRASHES_BEFORE_ISOLATION {
             seats.isolate(Some((group.id, ready.stored.seq())));
@@ -441,7 +496,10 @@ impl Claim<'_, '_> {
                 .into_iter()
                 .partition(|ready| self.handles(ready.stored.record.event.event_type()));
             let nobody = others.is_empty();
-            let others = others.iter().map(|ready| to_sql(ready.stored.seq())).collect();
+            let others = others
+                .iter()
+                .map(|ready| to_sql(ready.stored.seq()))
+                .collect();
             self.set_unhandled(group, others).await?;
             self.lease_rows(group, ours).await?;
             if all || nobody {
@@ -457,9 +515,15 @@ impl Claim<'_, '_> {
             return Ok(());
         }
         let sql = "SELECT DISTINCT type FROM everbus.deliveries WHERE group_id = $1 AND state = 3";
-        let rows = self.tx.query("reading what has no handler", sql, &[&group.id]).await?;
+        let rows = self
+            .tx
+            .query("reading what has no handler", sql, &[&group.id])
+            .await?;
         let types: Vec<i32> = rows.iter().map(|row| get(row, 0)).collect::<Result<_>>()?;
-        self.engine.types.learn(self.tx, types.iter().copied()).await?;
+        self.engine
+            .types
+            .learn(self.tx, types.iter().copied())
+            .await?;
         let handled = types.into_iter().filter(|id| {
             let name = self.engine.types.name(*id);
             name.is_some_and(|name| self.handles(&name))
@@ -481,11 +545,16 @@ impl Claim<'_, '_> {
             return Ok(());
         }
         self.set_aside = true;
-        let sql = "UPDATE everbus.deliveries SET state = $3, due = $4, suspect = false, updated_at = $5
+        let sql =
+            "UPDATE everbus.deliveries SET state = $3, due = $4, suspect = false, updated_at = $5
                    WHERE group_id = $1 AND seq = ANY ($2)";
         let (due, at) = (self.patience(), self.now.as_micros());
         self.tx
-            .execute("setting events aside", sql, &[&group.id, &seqs, &UNHANDLED, &due, &at])
+            .execute(
+                "setting events aside",
+                sql,
+                &[&group.id, &seqs, &UNHANDLED, &due, &at],
+            )
             .await
             .map(drop)
     }
@@ -500,7 +569,8 @@ impl Claim<'_, '_> {
             if ready.stored.damage.is_some() {
                 let (engine, tx) = (self.engine, self.tx);
                 let notice =
-                    bury_damaged(engine, tx, group.id, &ready.stored, ready.attempt, failures).await?;
+                    bury_damaged(engine, tx, group.id, &ready.stored, ready.attempt, failures)
+                        .await?;
                 self.notices.extend(notice);
                 damaged.push(to_sql(seq));
                 if self.engine.seats.isolating() == Some((group.id, seq)) {
@@ -522,11 +592,20 @@ impl Claim<'_, '_> {
                      until = $5, updated_at = $6
                    WHERE group_id = $1 AND seq = ANY ($2)";
         let at = self.now.as_micros();
-        let values: Params<'_> =
-            &[&group.id, &seqs, &self.asking.owner, &self.token, &self.until, &at];
+        let values: Params<'_> = &[
+            &group.id,
+            &seqs,
+            &self.asking.owner,
+            &self.token,
+            &self.until,
+            &at,
+        ];
         self.tx.execute("claiming", sql, values).await?;
         let sql = "UPDATE everbus.groups SET active_at = $2 WHERE id = $1 AND active_at < $2";
-        self.tx.execute("claiming", sql, &[&group.id, &at]).await.map(drop)
+        self.tx
+            .execute("claiming", sql, &[&group.id, &at])
+            .await
+            .map(drop)
     }
 
     /// Hands out new events, up to the horizon.
@@ -535,7 +614,10 @@ impl Claim<'_, '_> {
         if group.ordered {
             let sql = "SELECT count(*) FROM (SELECT 1 FROM everbus.deliveries
                        WHERE group_id = $1 AND state = 0 LIMIT $2) w";
-            let row = self.tx.one("counting what waits", sql, &[&group.id, &MOST_WAITING]).await?;
+            let row = self
+                .tx
+                .one("counting what waits", sql, &[&group.id, &MOST_WAITING])
+                .await?;
             if get::<i64>(&row, 0)? >= MOST_WAITING {
                 return Ok(());
             }
@@ -574,10 +656,12 @@ impl Claim<'_, '_> {
         }
         if !others.is_empty() {
             self.set_aside = true;
-            self.park(group, &others, UNHANDLED, self.patience()).await?;
+            self.park(group, &others, UNHANDLED, self.patience())
+                .await?;
         }
         if group.ordered {
-            self.park(group, &ours, WAITING, self.now.as_micros()).await?;
+            self.park(group, &ours, WAITING, self.now.as_micros())
+                .await?;
             return self.move_cursor(group, searched, !ours.is_empty()).await;
         }
         self.hand_out(group, searched, ours).await
@@ -628,7 +712,10 @@ impl Claim<'_, '_> {
         let sql = "SELECT seq FROM everbus.skips WHERE group_id = $1 AND seq > $2 AND seq <= $3
                    UNION SELECT seq FROM everbus.deliveries WHERE group_id = $1 AND seq > $2 AND seq <= $3";
         let (cursor, upto) = (to_sql(group.cursor), to_sql(searched));
-        let rows = self.tx.query("reading the skips", sql, &[&group.id, &cursor, &upto]).await?;
+        let rows = self
+            .tx
+            .query("reading the skips", sql, &[&group.id, &cursor, &upto])
+            .await?;
         rows.iter().map(|row| get_seq(row, 0)).collect()
     }
 
@@ -638,7 +725,11 @@ impl Claim<'_, '_> {
                    WHERE id = $1";
         let at = self.now.as_micros();
         self.tx
-            .execute("moving a group", sql, &[&group.id, &to_sql(to), &active, &at])
+            .execute(
+                "moving a group",
+                sql,
+                &[&group.id, &to_sql(to), &active, &at],
+            )
             .await
             .map(drop)
     }
@@ -655,7 +746,10 @@ impl Claim<'_, '_> {
             return Ok(());
         }
         let types: Vec<i32> = events.iter().map(|(id, _)| *id).collect();
-        let seqs: Vec<i64> = events.iter().map(|(_, r)| to_sql(r.position.place())).collect();
+        let seqs: Vec<i64> = events
+            .iter()
+            .map(|(_, r)| to_sql(r.position.place()))
+            .collect();
         let keys: Vec<Option<String>> =
             events.iter().map(|(_, r)| group.key_of(&r.event)).collect();
         let sql = "INSERT INTO everbus.deliveries
@@ -665,7 +759,11 @@ impl Claim<'_, '_> {
                    ON CONFLICT (group_id, seq) DO NOTHING";
         let at = self.now.as_micros();
         self.tx
-            .execute("setting events aside", sql, &[&group.id, &state, &due, &at, &seqs, &types, &keys])
+            .execute(
+                "setting events aside",
+                sql,
+                &[&group.id, &state, &due, &at, &seqs, &types, &keys],
+            )
             .await
             .map(drop)
     }
@@ -678,7 +776,8 @@ impl Claim<'_, '_> {
         events: Vec<(i32, Arc<Recorded>)>,
     ) -> Result<()> {
         let place = |event: &(i32, Arc<Recorded>)| event.1.position.place();
-        let (Some(first), Some(last)) = (events.first().map(place), events.last().map(place)) else {
+        let (Some(first), Some(last)) = (events.first().map(place), events.last().map(place))
+        else {
             return self.move_cursor(group, searched, false).await;
         };
         let done = Ranges::all_but(first, last, events.iter().map(place));
@@ -690,8 +789,15 @@ impl Claim<'_, '_> {
                          (group_id, seq, state, due, attempt, type, owner, token, until, updated_at)
                        SELECT $1, x.seq, 1, $2, 1, x.type, $3, $4, $5, $2
                        FROM unnest($6::bigint[], $7::integer[]) AS x (seq, type)";
-            let values: Params<'_> =
-                &[&group.id, &at, &self.asking.owner, &self.token, &self.until, &seqs, &types];
+            let values: Params<'_> = &[
+                &group.id,
+                &at,
+                &self.asking.owner,
+                &self.token,
+                &self.until,
+                &seqs,
+                &types,
+            ];
             self.tx.execute("claiming", sql, values).await?;
             self.move_cursor(group, searched, true).await?;
         } else {

@@ -110,9 +110,8 @@ impl Target {
                         "require" => (SslMode::Require, Tls::Unchecked),
                         "verify-full" => (SslMode::Require, Tls::Verified),
                         _ => {
-                            return Err(bad(format!("there is no sslmode {value:?}")).hint(
-                                "sslmode is disable, prefer, require or verify-full",
-                            ));
+                            return Err(bad(format!("there is no sslmode {value:?}"))
+                                .hint("sslmode is disable, prefer, require or verify-full"));
                         }
                     }
                 }
@@ -139,7 +138,10 @@ impl Target {
         // The error of the library does not repeat the URL, so no password is shown.
         target.config = url.parse().map_err(|e: tokio_postgres::Error| {
             let cause = std::error::Error::source(&e).map(ToString::to_string);
-            bad(format!("the URL cannot be read: {}", cause.unwrap_or_default()))
+            bad(format!(
+                "the URL cannot be read: {}",
+                cause.unwrap_or_default()
+            ))
         })?;
         if target.config.get_hosts().is_empty() {
             return Err(bad("the URL names no host"));
@@ -149,7 +151,9 @@ impl Target {
         }
         target.config.ssl_mode(ssl);
         if target.config.get_connect_timeout().is_none() {
-            target.config.connect_timeout(options.patience.min(Duration::from_secs(10)));
+            target
+                .config
+                .connect_timeout(options.patience.min(Duration::from_secs(10)));
         }
         target.config.keepalives_idle(Duration::from_secs(10));
         target.config.keepalives_interval(Duration::from_secs(5));
@@ -227,13 +231,22 @@ mod tests {
         let url = "postgres://me:s%40crét@db:5433/shop?sslmode=verify-full&schema=bus&pool_size=3\
                    &application_name=x";
         let target = parse(url).unwrap();
-        assert_eq!((target.tls, &*target.schema, target.pool_size), (Tls::Verified, "bus", 3));
+        assert_eq!(
+            (target.tls, &*target.schema, target.pool_size),
+            (Tls::Verified, "bus", 3)
+        );
         assert_eq!(format!("{target:?}"), "postgres://me@db:5433/shop");
         assert_eq!(target.config.get_application_name(), Some("x"));
-        let direct = "postgres://me@pool/d?pooler=transaction&direct_url=postgres%3A%2F%2Fme@db%2Fd";
+        let direct =
+            "postgres://me@pool/d?pooler=transaction&direct_url=postgres%3A%2F%2Fme@db%2Fd";
         let target = parse(direct).unwrap();
         assert_eq!(target.session().unwrap().shown, "postgres://me@db/d");
-        assert!(parse("postgres://me@pool/d?pooler=transaction").unwrap().session().is_none());
+        assert!(
+            parse("postgres://me@pool/d?pooler=transaction")
+                .unwrap()
+                .session()
+                .is_none()
+        );
     }
 
     // conformance: engines/postgres-bad-url: a URL that cannot be used is refused with a hint and without its password

@@ -53,7 +53,7 @@ impl PgConsumer {
     }
 
     /// What was claimed before, under leases that are held.
-    async fn from_mailbox(&mut self, max: usize) -> Result<Vec<Delivery>> {
+    async fn take_from_mailbox(&mut self, max: usize) -> Result<Vec<Delivery>> {
         if self.mailbox.is_empty() {
             return Ok(Vec::new());
         }
@@ -62,8 +62,11 @@ impl PgConsumer {
         let count = max.min(self.mailbox.len());
         let old = |(_, until): &(Delivery, i64)| *until < soon;
         if self.mailbox.iter().take(count).any(old) {
-            let leases: Vec<Lease> =
-                self.mailbox.iter().map(|(delivery, _)| delivery.lease.clone()).collect();
+            let leases: Vec<Lease> = self
+                .mailbox
+                .iter()
+                .map(|(delivery, _)| delivery.lease.clone())
+                .collect();
             let until = self.engine.now().plus(lease).as_micros();
             let extended = self.engine.extend_leases(&leases, lease).await?;
             let kept = std::mem::take(&mut self.mailbox).into_iter().zip(extended);
@@ -72,7 +75,11 @@ impl PgConsumer {
             self.mailbox = kept.map(|((delivery, _), _)| (delivery, until)).collect();
         }
         let count = max.min(self.mailbox.len());
-        Ok(self.mailbox.drain(..count).map(|(delivery, _)| delivery).collect())
+        Ok(self
+            .mailbox
+            .drain(..count)
+            .map(|(delivery, _)| delivery)
+            .collect())
     }
 
     /// Looks once. What it finds is in the mailbox then.
@@ -92,7 +99,8 @@ impl PgConsumer {
             return Ok(Some(looked));
         }
         self.sure = deliveries.len() >= max;
-        self.mailbox.extend(deliveries.into_iter().map(|d| (d, looked.until)));
+        self.mailbox
+            .extend(deliveries.into_iter().map(|d| (d, looked.until)));
         Ok(None)
     }
 
@@ -102,7 +110,8 @@ impl PgConsumer {
             && let Ok(Ok(looked)) = running.await
         {
             let until = looked.until;
-            self.mailbox.extend(looked.deliveries.into_iter().map(|d| (d, until)));
+            self.mailbox
+                .extend(looked.deliveries.into_iter().map(|d| (d, until)));
         }
         let unfetched = self.mailbox.drain(..);
         unfetched.map(|(delivery, _)| delivery.lease).collect()
@@ -124,7 +133,7 @@ impl Consumer for PgConsumer {
                 let mut woken = std::pin::pin!(bell.here.notified());
                 woken.as_mut().enable();
                 self.engine.check_open()?;
-                let batch = self.from_mailbox(max).await?;
+                let batch = self.take_from_mailbox(max).await?;
                 if !batch.is_empty() {
                     return Ok(batch);
                 }

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Cursor, Error, EventId, GroupName, GroupSpec, Pattern, Result,
-    SubscriptionInfo, SubscriptionSpec, Timestamp, UNSUBSCRIBED, no_group,
+    Code, Cursor, Error, EventId, GroupName, GroupSpec, Pattern, Result, SubscriptionInfo,
+    SubscriptionSpec, Timestamp, UNSUBSCRIBED, no_group,
 };
 
 use crate::Postgres;
@@ -24,14 +24,16 @@ impl Postgres {
     pub(crate) async fn declare_group(&self, spec: GroupSpec) -> Result<Vec<SubscriptionInfo>> {
         self.check_open()?;
         let owner = if spec.ephemeral {
-            let owner = self.become_owner().await?;
-            if owner == 0 {
+            if !self.has_session() {
                 return Err(Error::new(
                     Code::Unsupported,
                     "an ephemeral group needs a connection of its own",
                 )
-                .hint("name the server behind the pooler in the URL: direct_url=postgres%3A%2F%2F…"));
+                .hint(
+                    "name the server behind the pooler in the URL: direct_url=postgres%3A%2F%2F…",
+                ));
             }
+            let owner = self.become_owner().await?;
             // A dead process may have left a group with this name.
             self.recover().await?;
             Some(owner)
@@ -123,13 +125,21 @@ async fn declare(
         None => create(engine, tx, spec, owner, now).await?,
     };
     let changes = !is_new
-        && spec.subscriptions.iter().any(|s| !group.patterns.contains(&s.pattern));
+        && spec
+            .subscriptions
+            .iter()
+            .any(|s| !group.patterns.contains(&s.pattern));
     if changes {
         // Subscriptions apply from here on: events that the group did not want are passed.
         let end = engine.horizon.ask(tx).await?;
         group.cursor = caught_up(tx, &engine.types, &group, end.decided).await?;
         let sql = "UPDATE everbus.groups SET cursor = $2 WHERE id = $1 AND cursor < $2";
-        tx.execute("declaring a group", sql, &[&group.id, &to_sql(group.cursor)]).await?;
+        tx.execute(
+            "declaring a group",
+            sql,
+            &[&group.id, &to_sql(group.cursor)],
+        )
+        .await?;
     }
     let mut all = Vec::with_capacity(spec.subscriptions.len());
     for wanted in &spec.subscriptions {
@@ -155,12 +165,20 @@ async fn create(
     let patterns = spec.subscriptions.iter().map(|s| s.pattern.clone());
     let patterns: Vec<Pattern> = patterns.collect();
     let end = engine.horizon.ask(tx).await?;
-    let cursor = engine.resolve_start(tx, spec.start_from, &patterns, end.decided).await?;
+    let cursor = engine
+        .resolve_start(tx, spec.start_from, &patterns, end.decided)
+        .await?;
     let sql = "INSERT INTO everbus.groups (name, ordered, cursor, declared_at, created_at, active_at, owner)
                VALUES ($1, $2, $3, $4, $5, $5, $6) ON CONFLICT (name) DO NOTHING RETURNING id";
     let (at, head) = (now.as_micros(), to_sql(end.decided));
-    let values: Params<'_> =
-        &[&spec.name.as_str(), &spec.ordered, &to_sql(cursor), &head, &at, &owner];
+    let values: Params<'_> = &[
+        &spec.name.as_str(),
+        &spec.ordered,
+        &to_sql(cursor),
+        &head,
+        &at,
+        &owner,
+    ];
     let row = tx.first("declaring a group", sql, values).await?;
     let Some(row) = row else {
         // Declared by another engine at the same moment: the transaction runs again.
@@ -171,7 +189,6 @@ async fn create(
         name: spec.name.clone(),
         ordered: spec.ordered,
         cursor,
-        declared_at: end.decided,
         dropped_to: 0,
         owner,
         patterns: Vec::new(),
@@ -200,17 +217,30 @@ async fn subscribe(
         let (pattern, mut after): (&str, u64) = (get(&row, 1)?, get_seq(&row, 2)?);
         if pattern != spec.pattern.as_str() {
             after = group.cursor;
-            let sql = "UPDATE everbus.subscriptions SET event_type = $2, after_seq = $3 WHERE id = $1";
-            tx.execute(doing, sql, &[&id, &spec.pattern.as_str(), &to_sql(after)]).await?;
+            let sql =
+                "UPDATE everbus.subscriptions SET event_type = $2, after_seq = $3 WHERE id = $1";
+            tx.execute(doing, sql, &[&id, &spec.pattern.as_str(), &to_sql(after)])
+                .await?;
         }
-        return Ok(info(id.into(), after, Timestamp::from_micros(get(&row, 3)?)));
+        return Ok(info(
+            id.into(),
+            after,
+            Timestamp::from_micros(get(&row, 3)?),
+        ));
     }
     let id = EventId::new();
-    let sql = "INSERT INTO everbus.subscriptions (id, event_type, created_at, group_id, name, after_seq)
+    let sql =
+        "INSERT INTO everbus.subscriptions (id, event_type, created_at, group_id, name, after_seq)
                VALUES ($1, $2, $3, $4, $5, $6)";
     let (at, after) = (now.as_micros(), to_sql(group.cursor));
-    let values: Params<'_> =
-        &[&id.as_uuid(), &spec.pattern.as_str(), &at, &group.id, &spec.name, &after];
+    let values: Params<'_> = &[
+        &id.as_uuid(),
+        &spec.pattern.as_str(),
+        &at,
+        &group.id,
+        &spec.name,
+        &after,
+    ];
     tx.execute(doing, sql, values).await?;
     Ok(info(id, group.cursor, now))
 }
@@ -271,5 +301,7 @@ pub(crate) async fn remove_numbered(db: &impl Sql, id: i64) -> Result<()> {
         let sql = format!("DELETE FROM everbus.{table} WHERE group_id = $1");
         db.execute(doing, &sql, &[&id]).await?;
     }
-    db.execute(doing, "DELETE FROM everbus.groups WHERE id = $1", &[&id]).await.map(drop)
+    db.execute(doing, "DELETE FROM everbus.groups WHERE id = $1", &[&id])
+        .await
+        .map(drop)
 }

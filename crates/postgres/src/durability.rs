@@ -1,5 +1,7 @@
 //! How durable the server's answers are, by its own settings.
 
+use std::fmt;
+
 use everbus_core::{Durability, Result};
 
 use crate::pool::Sql;
@@ -12,11 +14,28 @@ pub(crate) struct Grade {
     pub(crate) advice: Option<&'static str>,
 }
 
+impl fmt::Display for Grade {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.grade {
+            Durability::Replicated => "replicated",
+            Durability::PowerLoss => "power-loss safe",
+            Durability::Process => "process-crash safe",
+            Durability::Memory => "memory",
+        })?;
+        match self.advice {
+            Some(advice) => write!(f, "; {advice}"),
+            None => Ok(()),
+        }
+    }
+}
+
 /// Reads the settings. They apply to this connection; one that changes them for its own session is not known.
 pub(crate) async fn read(db: &impl Sql) -> Result<Grade> {
     let sql = "SELECT current_setting('fsync'), current_setting('synchronous_commit'),
                current_setting('full_page_writes'), current_setting('synchronous_standby_names')";
-    let row = db.one("reading the settings of the server", sql, &[]).await?;
+    let row = db
+        .one("reading the settings of the server", sql, &[])
+        .await?;
     let text = |index: usize| get::<String>(&row, index);
     Ok(grade(&text(0)?, &text(1)?, &text(2)?, &text(3)?))
 }
@@ -30,7 +49,9 @@ fn grade(fsync: &str, commit: &str, full_pages: &str, standbys: &str) -> Grade {
         return process("set fsync = on on the server: a power loss may damage the database");
     }
     if commit == "off" {
-        return process("set synchronous_commit = on: the last commits may be lost with the server");
+        return process(
+            "set synchronous_commit = on: the last commits may be lost with the server",
+        );
     }
     if full_pages != "on" {
         return process("set full_page_writes = on, unless the disk never writes half a page");

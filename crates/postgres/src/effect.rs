@@ -75,14 +75,23 @@ pub(crate) async fn run(tx: &Tx<'_>, effect: &Effect) -> Result<Vec<Event>> {
     events.extend(ended(caught)?);
     // A statement that ended the transaction took the ack with it.
     if transaction_id(tx).await.map_err(|e| failed(Box::new(e)))? != before {
-        return Err(Error::new(Code::EffectFailed, "an effect ended the transaction of its ack")
-            .hint("leave out COMMIT and ROLLBACK: the engine ends the transaction"));
+        return Err(Error::new(
+            Code::EffectFailed,
+            "an effect ended the transaction of its ack",
+        )
+        .hint("leave out COMMIT and ROLLBACK: the engine ends the transaction"));
     }
     Ok(events)
 }
 
 async fn transaction_id(tx: &Tx<'_>) -> Result<String> {
-    let row = tx.one("running an effect", "SELECT pg_current_xact_id()::text", &[]).await?;
+    let row = tx
+        .one(
+            "running an effect",
+            "SELECT pg_current_xact_id()::text",
+            &[],
+        )
+        .await?;
     get(&row, 0)
 }
 
@@ -94,7 +103,10 @@ fn ended(result: std::thread::Result<EffectResult>) -> Result<Vec<Event>> {
             let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
             let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
             let text = text.unwrap_or_else(|| "no message".to_owned());
-            Err(Error::new(Code::EffectFailed, format!("an effect panicked: {text}")))
+            Err(Error::new(
+                Code::EffectFailed,
+                format!("an effect panicked: {text}"),
+            ))
         }
     }
 }

@@ -14,7 +14,11 @@ pub(crate) fn from_pg(doing: &str, error: tokio_postgres::Error) -> Error {
         message = format!("{message} ({detail})");
     }
     let error = Error::new(code, message).caused_by(error);
-    if hint.is_empty() { error } else { error.hint(hint) }
+    if hint.is_empty() {
+        error
+    } else {
+        error.hint(hint)
+    }
 }
 
 /// The code for a state that the server named, with what to do about it.
@@ -76,14 +80,16 @@ fn classify(state: &SqlState) -> (Code, &'static str) {
     }
 }
 
-const UNAVAILABLE: &str = "the server is restarting or cannot be reached; the same call may succeed later";
+const UNAVAILABLE: &str =
+    "the server is restarting or cannot be reached; the same call may succeed later";
 
 /// The connection failed, or a value could not be converted.
 fn from_client(doing: &str, error: tokio_postgres::Error) -> Error {
     let cause = std::error::Error::source(&error).map(ToString::to_string);
     let text = error.to_string();
     // The library has no kinds that could be asked for.
-    let conversion = text.starts_with("error serializing") || text.starts_with("error deserializing");
+    let conversion =
+        text.starts_with("error serializing") || text.starts_with("error deserializing");
     let message = match cause {
         Some(cause) => format!("{doing}: {text}: {cause}"),
         None => format!("{doing}: {text}"),

@@ -36,10 +36,15 @@ impl Horizon {
     /// Asks how far readers may go. Later statements see every event up to there.
     pub(crate) async fn ask(&self, db: &impl Sql) -> Result<End> {
         let seen = self.0.lock().clone();
-        let sql = "SELECT decided, newest, now_pending, now_holders FROM everbus.horizon($1, $2, $3)";
+        let sql =
+            "SELECT decided, newest, now_pending, now_holders FROM everbus.horizon($1, $2, $3)";
         let (known, pending) = (to_sql(seen.decided), to_sql(seen.pending));
         let row = db
-            .one("reading the end of the log", sql, &[&known, &pending, &seen.holders])
+            .one(
+                "reading the end of the log",
+                sql,
+                &[&known, &pending, &seen.holders],
+            )
             .await?;
         let end = End {
             decided: get_seq(&row, 0)?,

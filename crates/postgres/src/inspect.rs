@@ -86,7 +86,10 @@ impl Postgres {
         }
         let sql = "SELECT type, count(*) FROM everbus.dead_letters
                    WHERE group_id = $1 AND retried_at IS NULL GROUP BY 1";
-        for row in conn.query("counting the dead letters", sql, &[&group.id]).await? {
+        for row in conn
+            .query("counting the dead letters", sql, &[&group.id])
+            .await?
+        {
             let mut lag = Lag::new();
             lag.dead_letters = get_seq(&row, 1)?;
             add(get(&row, 0)?, lag);
@@ -103,7 +106,11 @@ impl Postgres {
         let mut info = GroupInfo::new(group.name.clone(), Timestamp::from_micros(active_at));
         info.ordered = group.ordered;
         info.ephemeral = group.owner.is_some();
-        info.patterns = group.patterns.iter().map(|p| p.as_str().to_owned()).collect();
+        info.patterns = group
+            .patterns
+            .iter()
+            .map(|p| p.as_str().to_owned())
+            .collect();
         info.subscriptions = groups::subscriptions(conn, group).await?;
         let position = caught_up(conn, &self.types, group, decided).await?;
         info.position = Cursor::seq(position);
@@ -161,7 +168,10 @@ async fn holder(conn: &Conn) -> Result<Option<String>> {
                    WHERE d.datname = current_database())
                  AND l.mode = 'RowExclusiveLock' AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
                ORDER BY coalesce(a.xact_start, p.prepared) LIMIT 1";
-    let Some(row) = conn.first("looking what holds the log back", sql, &[]).await? else {
+    let Some(row) = conn
+        .first("looking what holds the log back", sql, &[])
+        .await?
+    else {
         return Ok(None);
     };
     let pid: Option<i32> = get(&row, 0)?;

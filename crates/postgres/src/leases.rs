@@ -75,7 +75,9 @@ async fn end(db: &impl Sql, group: i64, ended: Ended, now: Timestamp) -> Result<
          FROM gone g JOIN everbus.log l ON l.seq BETWEEN g.lo AND g.hi AND NOT g.done @> l.seq
          ON CONFLICT (group_id, seq) DO NOTHING"
     );
-    let claimed = db.execute(doing, &sql, &[&group, &value, &at, &failures]).await?;
+    let claimed = db
+        .execute(doing, &sql, &[&group, &value, &at, &failures])
+        .await?;
     let sql = format!(
         "SELECT seq, attempt, failures FROM everbus.deliveries
          WHERE group_id = $1 AND state = 1 AND {which} FOR UPDATE"
@@ -91,11 +93,13 @@ async fn end(db: &impl Sql, group: i64, ended: Ended, now: Timestamp) -> Result<
         texts.push(write_failures(&failures));
     }
     if !seqs.is_empty() {
-        let sql = "UPDATE everbus.deliveries d SET state = 0, due = $2, owner = 0, token = 0, until = 0,
+        let sql =
+            "UPDATE everbus.deliveries d SET state = 0, due = $2, owner = 0, token = 0, until = 0,
                      suspect = true, crashes = d.crashes + 1, failures = x.failures, updated_at = $2
                    FROM unnest($3::bigint[], $4::text[]) AS x (seq, failures)
                    WHERE d.group_id = $1 AND d.seq = x.seq";
-        db.execute(doing, sql, &[&group, &at, &seqs, &texts]).await?;
+        db.execute(doing, sql, &[&group, &at, &seqs, &texts])
+            .await?;
     }
     Ok(claimed > 0 || !rows.is_empty())
 }
@@ -129,7 +133,9 @@ impl Postgres {
         let doing = "looking for dead owners";
         let unlocked: Vec<i64> = {
             let conn = self.conn().await?;
-            let rows = conn.query(doing, "SELECT everbus.unlocked_owners()", &[]).await?;
+            let rows = conn
+                .query(doing, "SELECT everbus.unlocked_owners()", &[])
+                .await?;
             rows.iter().map(|row| get(row, 0)).collect::<Result<_>>()?
         };
         let dead = self.session().dead(unlocked, self.options.owner_grace);
@@ -230,7 +236,10 @@ async fn extend(
         answers.push(match held.place(lease) {
             None => Err(crate::settle::lost(lease)),
             Some(crate::settle::Place::Claim(token)) => {
-                claimed.entry(token).or_default().push(lease.position().place());
+                claimed
+                    .entry(token)
+                    .or_default()
+                    .push(lease.position().place());
                 Ok(())
             }
             Some(crate::settle::Place::Row(group, seq)) => {
@@ -247,7 +256,9 @@ async fn extend(
         tx.execute(doing, sql, &[&until, &groups, &seqs]).await?;
     }
     for (token, wanted) in claimed {
-        let Some(claim) = held.claim(token) else { continue };
+        let Some(claim) = held.claim(token) else {
+            continue;
+        };
         let open = claim.done.gaps(claim.lo, claim.hi);
         let open: u64 = open.iter().map(|(first, last)| last - first + 1).sum();
         let distinct: std::collections::BTreeSet<u64> = wanted.into_iter().collect();
@@ -263,11 +274,14 @@ async fn extend(
                    SELECT c.group_id, l.seq, $2, $3, 1, l.type, c.owner, c.token, $4, $3
                    FROM everbus.claims c JOIN everbus.log l ON l.seq = ANY ($5) WHERE c.token = $1
                    ON CONFLICT (group_id, seq) DO NOTHING";
-        tx.execute(doing, sql, &[&token, &LEASED, &now, &until, &seqs]).await?;
-        let done: Ranges = distinct.into_iter().fold(claim.done.clone(), |mut done, seq| {
-            done.add(seq);
-            done
-        });
+        tx.execute(doing, sql, &[&token, &LEASED, &now, &until, &seqs])
+            .await?;
+        let done: Ranges = distinct
+            .into_iter()
+            .fold(claim.done.clone(), |mut done, seq| {
+                done.add(seq);
+                done
+            });
         let sql = "UPDATE everbus.claims SET done = $2::text::int8multirange WHERE token = $1";
         tx.execute(doing, sql, &[&token, &done.to_string()]).await?;
     }
@@ -279,7 +293,9 @@ async fn groups_of(db: &impl Sql, owner: i64) -> Result<Vec<i64>> {
     let sql = "SELECT group_id FROM everbus.claims WHERE owner = $1
                UNION SELECT group_id FROM everbus.deliveries WHERE state = 1 AND owner = $1
                ORDER BY 1";
-    let rows = db.query("reading what an owner holds", sql, &[&owner]).await?;
+    let rows = db
+        .query("reading what an owner holds", sql, &[&owner])
+        .await?;
     rows.iter().map(|row| get(row, 0)).collect()
 }
 
@@ -289,19 +305,25 @@ async fn in_flight_of(db: &impl Sql, owner: i64) -> Result<u64> {
                + (SELECT count(*) FROM everbus.claims c
                   JOIN everbus.log l ON l.seq BETWEEN c.lo AND c.hi AND NOT c.done @> l.seq
                   WHERE c.owner = $1)";
-    let row = db.one("counting what an owner holds", sql, &[&owner]).await?;
+    let row = db
+        .one("counting what an owner holds", sql, &[&owner])
+        .await?;
     Ok(seq_from(get(&row, 0)?))
 }
 
 async fn strike(db: &impl Sql, owner: i64) -> Result<()> {
     let sql = "DELETE FROM everbus.owners WHERE id = $1";
-    db.execute("striking an owner", sql, &[&owner]).await.map(drop)
+    db.execute("striking an owner", sql, &[&owner])
+        .await
+        .map(drop)
 }
 
 /// Removes the ephemeral groups of an owner.
 pub(crate) async fn remove_ephemeral(db: &impl Sql, owner: i64) -> Result<()> {
     let sql = "SELECT id FROM everbus.groups WHERE owner = $1 ORDER BY id FOR UPDATE";
-    let rows = db.query("removing ephemeral groups", sql, &[&owner]).await?;
+    let rows = db
+        .query("removing ephemeral groups", sql, &[&owner])
+        .await?;
     for row in rows {
         crate::declare::remove_numbered(db, get(&row, 0)?).await?;
     }

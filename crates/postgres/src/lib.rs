@@ -66,6 +66,8 @@ use tokio::sync::mpsc;
 
 pub use config::Options;
 pub use effect::{ENGINE, Slot, Work};
+#[cfg(feature = "sqlx")]
+pub use sqlx;
 pub use tokio_postgres;
 
 use crate::broker::PgBroker;
@@ -139,6 +141,9 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
         schema::prepare(&mut conn, &target.schema, options.create).await?;
         durability::read(&*conn).await?
     };
+    if durability.grade == everbus_core::Durability::Process {
+        tracing::warn!(target: "everbus::postgres", durability = %durability, "the server is weaker than it could be");
+    }
     let (appends, waiting_appends) = mpsc::unbounded_channel();
     let (settlements, waiting_settlements) = mpsc::unbounded_channel();
     let engine = Arc::new(Postgres {

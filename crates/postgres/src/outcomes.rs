@@ -25,8 +25,11 @@ pub(crate) async fn keep(
     }
     let took = ran.and_then(|ran| ran.took);
     let took = took.map(|took| i64::try_from(took.as_micros()).unwrap_or(i64::MAX));
-    let worker = ran.and_then(|ran| ran.worker.as_deref()).map(crate::rows::storable);
-    let sql = "INSERT INTO everbus.outcomes (seq, group_id, attempts, failures, ended_at, took, worker)
+    let worker = ran
+        .and_then(|ran| ran.worker.as_deref())
+        .map(crate::rows::storable);
+    let sql =
+        "INSERT INTO everbus.outcomes (seq, group_id, attempts, failures, ended_at, took, worker)
                VALUES ($1, $2, $3, $4, $5, $6, $7)
                ON CONFLICT (seq, group_id) DO UPDATE SET attempts = excluded.attempts,
                  failures = excluded.failures, ended_at = excluded.ended_at, took = excluded.took,
@@ -34,7 +37,11 @@ pub(crate) async fn keep(
     let attempts = i32::try_from(attempts).unwrap_or(i32::MAX);
     let texts = write_failures(&failures);
     let at = now.as_micros();
-    db.execute(doing, sql, &[&place, &group, &attempts, &texts, &at, &took, &worker])
-        .await
-        .map(drop)
+    db.execute(
+        doing,
+        sql,
+        &[&place, &group, &attempts, &texts, &at, &took, &worker],
+    )
+    .await
+    .map(drop)
 }

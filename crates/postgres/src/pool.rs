@@ -366,7 +366,8 @@ pub(crate) async fn connect(
     let conn = Conn::new(client, target, patience);
     if !target.pooled {
         // A plan that was made while a table was small would be kept when it is large.
-        conn.batch(doing, "SET plan_cache_mode = force_custom_plan").await?;
+        conn.batch(doing, "SET plan_cache_mode = force_custom_plan")
+            .await?;
     }
     Ok((conn, notifications))
 }

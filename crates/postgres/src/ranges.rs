@@ -58,7 +58,10 @@ impl Ranges {
         if self.0.get(at).is_some_and(|(first, _)| *first <= position) {
             return false;
         }
-        let joins_next = self.0.get(at).is_some_and(|(first, _)| *first == position + 1);
+        let joins_next = self
+            .0
+            .get(at)
+            .is_some_and(|(first, _)| *first == position + 1);
         let joins_before = at > 0 && self.0[at - 1].1 + 1 == position;
         match (joins_before, joins_next) {
             (true, true) => {
@@ -117,7 +120,10 @@ mod tests {
         assert_eq!(ranges.to_string(), "{[10,12),[13,21)}");
         assert!(ranges.contains(20) && !ranges.contains(12) && !ranges.contains(21));
         assert!(ranges.add(12));
-        assert_eq!((ranges.to_string().as_str(), ranges.len()), ("{[10,21)}", 1));
+        assert_eq!(
+            (ranges.to_string().as_str(), ranges.len()),
+            ("{[10,21)}", 1)
+        );
         assert!(ranges.gaps(10, 20).is_empty());
         assert_eq!(Ranges::parse("{}").unwrap(), Ranges::default());
         assert_eq!(Ranges::default().gaps(3, 4), [(3, 4)]);
@@ -136,7 +142,11 @@ mod tests {
             let missing: Vec<u64> = (1..40).filter(|p| !set.contains(p)).collect();
             let gaps = ranges.gaps(1, 39).into_iter().flat_map(|(a, b)| a..=b);
             assert_eq!(gaps.collect::<Vec<u64>>(), missing, "seed {seed}");
-            assert_eq!(Ranges::parse(&ranges.to_string()).unwrap(), ranges, "seed {seed}");
+            assert_eq!(
+                Ranges::parse(&ranges.to_string()).unwrap(),
+                ranges,
+                "seed {seed}"
+            );
         }
     }
 }

@@ -1,7 +1,9 @@
 //! Delivering events to a group again. The event gets a row in `deliveries`; the group's cursor does not
 //! move.
 
-use everbus_core::{BoxFuture, Event, GroupName, Position, Redeliver, Redelivery, Result, no_group};
+use everbus_core::{
+    BoxFuture, Event, GroupName, Position, Redeliver, Redelivery, Result, no_group,
+};
 
 use crate::Postgres;
 use crate::groups::{self, Group, caught_up};
@@ -83,8 +85,9 @@ async fn redeliver_some(
     if really {
         let now = engine.micros();
         let again = again.iter().filter_map(|seq| known.get(seq));
-        let events: Vec<(u64, i32, &Event)> =
-            again.map(|(s, _)| (s.seq(), s.type_id, &s.record.event)).collect();
+        let events: Vec<(u64, i32, &Event)> = again
+            .map(|(s, _)| (s.seq(), s.type_id, &s.record.event))
+            .collect();
         add_waiting(tx, &group, &events, true, now).await?;
     }
     Ok(answers)
@@ -105,7 +108,10 @@ pub(crate) async fn add_waiting(
     let doing = "delivering events once more";
     let seqs: Vec<i64> = events.iter().map(|(seq, ..)| to_sql(*seq)).collect();
     let types: Vec<i32> = events.iter().map(|(_, id, _)| *id).collect();
-    let keys: Vec<Option<String>> = events.iter().map(|(.., event)| group.key_of(event)).collect();
+    let keys: Vec<Option<String>> = events
+        .iter()
+        .map(|(.., event)| group.key_of(event))
+        .collect();
     let sql = "INSERT INTO everbus.deliveries
                  (group_id, seq, state, due, attempt, type, key, updated_at, replayed)
                SELECT $1, x.seq, 0, $2, 0, x.type, x.key, $2, $3

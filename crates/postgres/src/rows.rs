@@ -18,7 +18,6 @@ use crate::pool::Sql;
 /// States of a row in `deliveries`.
 pub(crate) const WAITING: i16 = 0;
 pub(crate) const LEASED: i16 = 1;
-pub(crate) const BEHIND_KEY: i16 = 2;
 pub(crate) const UNHANDLED: i16 = 3;
 
 /// The columns that [`Types::read`] expects, in its order. The table is called `log` in the statement.
@@ -131,7 +130,8 @@ impl NewRow {
         let attrs = match event.attributes() {
             None => None,
             Some(attributes) => Some(serde_json::to_string(attributes).map_err(|e| {
-                Error::new(everbus_core::Code::Internal, "attributes cannot be written").caused_by(e)
+                Error::new(everbus_core::Code::Internal, "attributes cannot be written")
+                    .caused_by(e)
             })?),
         };
         let id = event.id();
@@ -191,7 +191,8 @@ impl Types {
         }
         missing.sort_unstable();
         let doing = "naming event types";
-        let sql = "INSERT INTO everbus.types (name) SELECT unnest($1::text[]) ON CONFLICT DO NOTHING";
+        let sql =
+            "INSERT INTO everbus.types (name) SELECT unnest($1::text[]) ON CONFLICT DO NOTHING";
         db.execute(doing, sql, &[&missing]).await?;
         let sql = "SELECT id, name FROM everbus.types WHERE name = ANY ($1)";
         for row in db.query(doing, sql, &[&missing]).await? {
@@ -222,12 +223,22 @@ impl Types {
     /// All known types.
     pub(crate) fn all(&self) -> Vec<(i32, Arc<str>)> {
         let known = self.known.read();
-        known.by_id.iter().map(|(id, name)| (*id, name.clone())).collect()
+        known
+            .by_id
+            .iter()
+            .map(|(id, name)| (*id, name.clone()))
+            .collect()
     }
 
     /// Learns all names there are.
     pub(crate) async fn learn_all(&self, db: &impl Sql) -> Result<()> {
-        let rows = db.query("reading the types", "SELECT id, name FROM everbus.types", &[]).await?;
+        let rows = db
+            .query(
+                "reading the types",
+                "SELECT id, name FROM everbus.types",
+                &[],
+            )
+            .await?;
         self.learned(&rows)
     }
 
@@ -257,7 +268,8 @@ impl Types {
 
     /// Reads events from rows that begin with the columns of [`RECORD`], damaged ones too.
     pub(crate) async fn read(&self, db: &impl Sql, rows: &[Row]) -> Result<Vec<Stored>> {
-        self.learn(db, rows.iter().filter_map(|row| get(row, 2).ok())).await?;
+        self.learn(db, rows.iter().filter_map(|row| get(row, 2).ok()))
+            .await?;
         rows.iter().map(|row| self.read_row(row)).collect()
     }
 
@@ -289,7 +301,11 @@ impl Types {
         let attributes = match attrs.map(serde_json::from_str::<Attributes>).transpose() {
             Ok(attributes) => attributes.map(Box::new),
             Err(e) => {
-                let shown: String = attrs.unwrap_or_default().chars().take(SHOWN_ATTRIBUTES).collect();
+                let shown: String = attrs
+                    .unwrap_or_default()
+                    .chars()
+                    .take(SHOWN_ATTRIBUTES)
+                    .collect();
                 damage.get_or_insert_with(|| {
                     format!("its attributes cannot be read: {e}; they are: {shown}")
                 });

@@ -48,7 +48,8 @@ pub(crate) async fn prepare(conn: &mut Conn, schema: &str, create: bool) -> Resu
     let from = match look(&tx, schema).await? {
         Found::Version(version) => version,
         Found::Nothing => {
-            tx.batch(doing, &format!("CREATE SCHEMA IF NOT EXISTS {schema}")).await?;
+            tx.batch(doing, &format!("CREATE SCHEMA IF NOT EXISTS {schema}"))
+                .await?;
             tx.batch(
                 doing,
                 "CREATE TABLE everbus.meta (key text PRIMARY KEY, value text NOT NULL);
@@ -65,7 +66,8 @@ pub(crate) async fn prepare(conn: &mut Conn, schema: &str, create: bool) -> Resu
     }
     let sql = "INSERT INTO everbus.meta VALUES ('made_by', $1), ('schema_version', $2)
                ON CONFLICT (key) DO UPDATE SET value = excluded.value";
-    tx.execute(doing, sql, &[&MARK, &VERSION.to_string()]).await?;
+    tx.execute(doing, sql, &[&MARK, &VERSION.to_string()])
+        .await?;
     tx.commit(doing).await
 }
 
@@ -92,11 +94,15 @@ async fn look(db: &impl crate::pool::Sql, schema: &str) -> Result<Found> {
     if !has_meta {
         return Err(foreign());
     }
-    let sql = "SELECT key, value::text FROM everbus.meta WHERE key IN ('made_by', 'schema_version')";
-    let rows = db.query(doing, sql, &[]).await.map_err(|e| match e.code() {
-        Code::Internal => foreign(),
-        _ => e,
-    })?;
+    let sql =
+        "SELECT key, value::text FROM everbus.meta WHERE key IN ('made_by', 'schema_version')";
+    let rows = db
+        .query(doing, sql, &[])
+        .await
+        .map_err(|e| match e.code() {
+            Code::Internal => foreign(),
+            _ => e,
+        })?;
     let (mut ours, mut version) = (false, None);
     for row in rows {
         let (key, value): (&str, &str) = (get(&row, 0)?, get(&row, 1)?);

@@ -100,7 +100,11 @@ impl Seats {
 
     pub(crate) fn handled(&self, id: u64) -> Vec<Pattern> {
         let inner = self.0.lock();
-        inner.seats.get(&id).map(|seat| seat.handled.clone()).unwrap_or_default()
+        inner
+            .seats
+            .get(&id)
+            .map(|seat| seat.handled.clone())
+            .unwrap_or_default()
     }
 
     /// Whether a consumer of a group, a paused one too, handles a type.
@@ -125,7 +129,10 @@ impl Seats {
             seat.window.settled(seat.settled, Instant::now(), seat.step);
             seat.settled = 0;
         }
-        seat.window.size().min(seat.prefetch).saturating_sub(seat.held)
+        seat.window
+            .size()
+            .min(seat.prefetch)
+            .saturating_sub(seat.held)
     }
 
     pub(crate) fn took(&self, id: u64, deliveries: &[Delivery], until: i64) {
@@ -188,7 +195,10 @@ impl Seats {
     pub(crate) fn is_attended(&self, (group, seq): (i64, u64)) -> bool {
         let inner = self.0.lock();
         let held = inner.held.keys().any(|key| (key.0, key.2) == (group, seq));
-        held || inner.seats.values().any(|seat| seat.group == group && seat.prefetch > 0)
+        held || inner
+            .seats
+            .values()
+            .any(|seat| seat.group == group && seat.prefetch > 0)
     }
 
     /// Whether an event is held by this engine.

@@ -100,8 +100,10 @@ impl Postgres {
                 }
             }
         }
-        let mut answers: Vec<Vec<Option<Result<()>>>> =
-            jobs.iter().map(|job| job.settlements.iter().map(|_| None).collect()).collect();
+        let mut answers: Vec<Vec<Option<Result<()>>>> = jobs
+            .iter()
+            .map(|job| job.settlements.iter().map(|_| None).collect())
+            .collect();
         let mut failed: HashMap<usize, Error> = HashMap::new();
         if !together.is_empty() {
             let settlements: Vec<&Settlement> = together.iter().map(|(_, s)| *s).collect();
@@ -164,7 +166,11 @@ impl Postgres {
                 Ok(answers)
             }
             // An effect failed, or one of its events was refused: nothing was done.
-            Err(e) if settlements.len() == 1 && !e.class().may_repeat() && e.class() != Class::Final => {
+            Err(e)
+                if settlements.len() == 1
+                    && !e.class().may_repeat()
+                    && e.class() != Class::Final =>
+            {
                 Ok(vec![Err(e)])
             }
             Err(e) => Err(e),
@@ -205,12 +211,7 @@ pub(crate) struct Held {
 
 impl Held {
     /// Reads what is held after `now`, by this owner: the leases of another process are never ours to settle.
-    pub(crate) async fn read(
-        tx: &Tx<'_>,
-        leases: &[Lease],
-        owner: i64,
-        now: i64,
-    ) -> Result<Self> {
+    pub(crate) async fn read(tx: &Tx<'_>, leases: &[Lease], owner: i64, now: i64) -> Result<Self> {
         let doing = "reading leases";
         let mut tokens: Vec<i64> = leases.iter().map(|lease| parts(lease).1).collect();
         tokens.sort_unstable();
@@ -252,13 +253,17 @@ impl Held {
                      ON d.group_id = x.group_id AND d.seq = x.seq AND d.token = x.token
                    WHERE d.state = 1 AND d.until > $4 AND d.owner = $5
                    ORDER BY d.group_id, d.seq FOR UPDATE OF d";
-        for row in tx.query(doing, sql, &[&groups, &seqs, &tokens, &now, &owner]).await? {
+        for row in tx
+            .query(doing, sql, &[&groups, &seqs, &tokens, &now, &owner])
+            .await?
+        {
             let leased = LeasedRow {
                 attempt: u32::try_from(get::<i32>(&row, 3)?).unwrap_or(0),
                 failures: get(&row, 4)?,
                 was_dead: get(&row, 5)?,
             };
-            held.rows.insert((get(&row, 0)?, get_seq(&row, 1)?), (get(&row, 2)?, leased));
+            held.rows
+                .insert((get(&row, 0)?, get_seq(&row, 1)?), (get(&row, 2)?, leased));
         }
         Ok(held)
     }
@@ -294,7 +299,10 @@ impl Held {
         }
         if !open.is_empty() {
             let tokens: Vec<i64> = open.iter().map(|(token, _)| **token).collect();
-            let done: Vec<String> = open.iter().map(|(_, claim)| claim.done.to_string()).collect();
+            let done: Vec<String> = open
+                .iter()
+                .map(|(_, claim)| claim.done.to_string())
+                .collect();
             let sql = "UPDATE everbus.claims c SET done = x.done::int8multirange
                        FROM unnest($1::bigint[], $2::text[]) AS x (token, done) WHERE c.token = x.token";
             tx.execute(doing, sql, &[&tokens, &done]).await?;
@@ -302,6 +310,9 @@ impl Held {
         Ok(())
     }
 }
+
+/// An event that failed before it ended: group, position, attempts, failures, the final attempt.
+type Ended = (i64, u64, u32, Vec<Failure>, Option<Ran>);
 
 /// What settlements change, collected so that few statements are needed.
 #[derive(Default)]
@@ -313,7 +324,7 @@ struct Changes {
     /// Rows that wait again: group, position, whether the attempt counts, due, new failures.
     put_back: Vec<(i64, u64, bool, i64, Option<String>)>,
     skips: Vec<(i64, u64, String)>,
-    outcomes: Vec<(i64, u64, u32, Vec<Failure>, Option<Ran>)>,
+    outcomes: Vec<Ended>,
     deaths: Vec<(i64, u64, Death)>,
 }
 
@@ -334,7 +345,10 @@ async fn apply(
     for settlement in settlements {
         let lease = &settlement.lease;
         let first = seen.insert((lease.words(), lease.position().place()));
-        let effect = settlement.effect.as_ref().filter(|_| settlement.verdict == Verdict::Ack);
+        let effect = settlement
+            .effect
+            .as_ref()
+            .filter(|_| settlement.verdict == Verdict::Ack);
         answers.push(match held.place(lease) {
             Some(_) if first => effect.map_or(Ok(()), effect::check),
             _ => Err(lost(lease)),
@@ -407,7 +421,10 @@ async fn follow(
         {
             let more = effect::run(tx, effect).await?;
             let set: &[Event] = &more;
-            check_sets(engine, tx, &[set]).await?.pop().unwrap_or(Ok(()))?;
+            check_sets(engine, tx, &[set])
+                .await?
+                .pop()
+                .unwrap_or(Ok(()))?;
             events.extend(more);
         }
     }
@@ -422,7 +439,9 @@ async fn follow(
 
 fn places(settlements: &[&Settlement]) -> (Vec<i64>, Vec<i64>) {
     let leases = settlements.iter().map(|s| &s.lease);
-    leases.map(|lease| (parts(lease).0, to_sql(lease.position().place()))).unzip()
+    leases
+        .map(|lease| (parts(lease).0, to_sql(lease.position().place())))
+        .unzip()
 }
 
 /// Which of these events their groups have handled before.
@@ -435,7 +454,9 @@ async fn already_handled(tx: &Tx<'_>, asked: &[&Settlement]) -> Result<HashSet<(
                JOIN everbus.log l ON l.seq = x.seq
                JOIN everbus.inbox i ON i.group_id = x.group_id AND i.id = l.id AND i.tenant = l.tenant";
     let rows = tx.query("asking the inbox", sql, &[&groups, &seqs]).await?;
-    rows.iter().map(|row| Ok((get(row, 0)?, get_seq(row, 1)?))).collect()
+    rows.iter()
+        .map(|row| Ok((get(row, 0)?, get_seq(row, 1)?)))
+        .collect()
 }
 
 async fn note_handled(tx: &Tx<'_>, noted: &[&Settlement], now: Timestamp) -> Result<()> {
@@ -448,7 +469,9 @@ async fn note_handled(tx: &Tx<'_>, noted: &[&Settlement], now: Timestamp) -> Res
                FROM unnest($1::bigint[], $2::bigint[]) AS x (group_id, seq)
                JOIN everbus.log l ON l.seq = x.seq ON CONFLICT DO NOTHING";
     let at = now.as_micros();
-    tx.execute("writing the inbox", sql, &[&groups, &seqs, &at]).await.map(drop)
+    tx.execute("writing the inbox", sql, &[&groups, &seqs, &at])
+        .await
+        .map(drop)
 }
 
 /// Notes what a settlement changes.
@@ -517,7 +540,8 @@ impl Changes {
                 }
                 if row.failures.is_some() || row.was_dead {
                     let ran = settlement.ran.as_deref().cloned();
-                    self.outcomes.push((group, seq, row.attempt, failures()?, ran));
+                    self.outcomes
+                        .push((group, seq, row.attempt, failures()?, ran));
                 }
                 self.finished.push((group, seq));
             }
@@ -525,11 +549,13 @@ impl Changes {
                 let mut failures = failures()?;
                 failures.push(failure.clone());
                 let due = now.plus(*after).as_micros();
-                self.put_back.push((group, seq, true, due, write_failures(&failures)));
+                self.put_back
+                    .push((group, seq, true, due, write_failures(&failures)));
             }
             Verdict::Release { after } => {
                 let due = now.plus(*after).as_micros();
-                self.put_back.push((group, seq, false, due, row.failures.clone()));
+                self.put_back
+                    .push((group, seq, false, due, row.failures.clone()));
             }
             Verdict::Dead { failure } => {
                 let death = Death::new(row.attempt, failures()?, failure.clone(), now);
@@ -570,7 +596,10 @@ async fn set_aside(
     }
     let groups: Vec<i64> = rows.iter().map(|row| row.0).collect();
     let seqs: Vec<i64> = rows.iter().map(|row| to_sql(row.1)).collect();
-    let attempts: Vec<i32> = rows.iter().map(|row| i32::try_from(row.2).unwrap_or(0)).collect();
+    let attempts: Vec<i32> = rows
+        .iter()
+        .map(|row| i32::try_from(row.2).unwrap_or(0))
+        .collect();
     let due: Vec<i64> = rows.iter().map(|row| row.3).collect();
     let failures: Vec<Option<String>> = rows.into_iter().map(|row| row.4).collect();
     let sql = "INSERT INTO everbus.deliveries
@@ -579,9 +608,13 @@ async fn set_aside(
                FROM unnest($1::bigint[], $2::bigint[], $3::integer[], $4::bigint[], $5::text[])
                  AS x (group_id, seq, attempt, due, failures)
                JOIN everbus.log l ON l.seq = x.seq ON CONFLICT (group_id, seq) DO NOTHING";
-    db.execute("setting events aside", sql, &[&groups, &seqs, &attempts, &due, &failures, &now])
-        .await
-        .map(drop)
+    db.execute(
+        "setting events aside",
+        sql,
+        &[&groups, &seqs, &attempts, &due, &failures, &now],
+    )
+    .await
+    .map(drop)
 }
 
 async fn finish(db: &impl Sql, rows: &[(i64, u64)]) -> Result<()> {
@@ -593,7 +626,9 @@ async fn finish(db: &impl Sql, rows: &[(i64, u64)]) -> Result<()> {
     let sql = "DELETE FROM everbus.deliveries d
                USING unnest($1::bigint[], $2::bigint[]) AS x (group_id, seq)
                WHERE d.group_id = x.group_id AND d.seq = x.seq";
-    db.execute("settling", sql, &[&groups, &seqs]).await.map(drop)
+    db.execute("settling", sql, &[&groups, &seqs])
+        .await
+        .map(drop)
 }
 
 async fn put_back(
@@ -610,15 +645,20 @@ async fn put_back(
     let due: Vec<i64> = rows.iter().map(|row| row.3).collect();
     let failures: Vec<Option<String>> = rows.into_iter().map(|row| row.4).collect();
     // A release leaves a suspect a suspect; after an attempt that ended it is none.
-    let sql = "UPDATE everbus.deliveries d SET state = 0, due = x.due, owner = 0, token = 0, until = 0,
+    let sql =
+        "UPDATE everbus.deliveries d SET state = 0, due = x.due, owner = 0, token = 0, until = 0,
                  attempt = d.attempt - CASE WHEN x.counts THEN 0 ELSE 1 END,
                  suspect = d.suspect AND NOT x.counts, failures = x.failures, updated_at = $6
                FROM unnest($1::bigint[], $2::bigint[], $3::boolean[], $4::bigint[], $5::text[])
                  AS x (group_id, seq, counts, due, failures)
                WHERE d.group_id = x.group_id AND d.seq = x.seq AND d.state = 1";
-    db.execute("settling", sql, &[&groups, &seqs, &counts, &due, &failures, &now])
-        .await
-        .map(drop)
+    db.execute(
+        "settling",
+        sql,
+        &[&groups, &seqs, &counts, &due, &failures, &now],
+    )
+    .await
+    .map(drop)
 }
 
 /// Gives back events that were claimed and reached no handler: no attempt counts, even if the lease is over

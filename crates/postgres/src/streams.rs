@@ -40,7 +40,10 @@ impl Postgres {
     fn types_of(&self, stream: &Pattern, group: &Group) -> (Vec<i32>, Vec<i32>) {
         let all = self.types.all().into_iter();
         let all: Vec<_> = all.filter(|(_, name)| stream.matches(name)).collect();
-        let wanted = all.iter().filter(|(_, name)| group.wants(name)).map(|(id, _)| *id);
+        let wanted = all
+            .iter()
+            .filter(|(_, name)| group.wants(name))
+            .map(|(id, _)| *id);
         let wanted = wanted.collect();
         (all.into_iter().map(|(id, _)| id).collect(), wanted)
     }
@@ -50,8 +53,15 @@ impl Postgres {
         let sql = format!("SELECT count(*) FROM ({OWED} LIMIT $7) owed");
         let (cursor, limit) = (to_sql(group.cursor), to_sql(limit));
         let name = group.name.as_str();
-        let values: Params<'_> =
-            &[&group.id, &types, &wanted, &cursor, &name, &group.is_archive(), &limit];
+        let values: Params<'_> = &[
+            &group.id,
+            &types,
+            &wanted,
+            &cursor,
+            &name,
+            &group.is_archive(),
+            &limit,
+        ];
         let row = conn.one("counting what waits", &sql, values).await?;
         Ok(seq_from(get(&row, 0)?))
     }
@@ -117,8 +127,15 @@ impl Postgres {
         let sql = format!("SELECT seq FROM ({OWED}) owed WHERE waits ORDER BY seq LIMIT $7");
         let (cursor, limit) = (to_sql(group.cursor), to_sql(owed - keep));
         let name = group.name.as_str();
-        let values: Params<'_> =
-            &[&group.id, &types, &wanted, &cursor, &name, &group.is_archive(), &limit];
+        let values: Params<'_> = &[
+            &group.id,
+            &types,
+            &wanted,
+            &cursor,
+            &name,
+            &group.is_archive(),
+            &limit,
+        ];
         let rows = conn.query("counting what waits", &sql, values).await?;
         rows.iter().map(|row| get_seq(row, 0)).collect()
     }
@@ -158,13 +175,16 @@ async fn drop_waiting(
     }
     let sql = "DELETE FROM everbus.deliveries WHERE group_id = $1 AND seq = ANY ($2)";
     tx.execute(doing, sql, &[&group.id, &rows]).await?;
-    let beyond = seqs.iter().copied().filter(|seq| {
-        *seq > group.cursor && !leased.contains(seq) && !dropped.contains(seq)
-    });
+    let beyond = seqs
+        .iter()
+        .copied()
+        .filter(|seq| *seq > group.cursor && !leased.contains(seq) && !dropped.contains(seq));
     let beyond: Vec<u64> = beyond.collect();
     dropped.extend(beyond);
-    let skips: Vec<(i64, u64, String)> =
-        dropped.iter().map(|seq| (group.id, *seq, DROPPED.to_owned())).collect();
+    let skips: Vec<(i64, u64, String)> = dropped
+        .iter()
+        .map(|seq| (group.id, *seq, DROPPED.to_owned()))
+        .collect();
     write_skips(tx, &skips, now.as_micros()).await?;
     for seq in &dropped {
         if engine.seats.isolating() == Some((group.id, *seq)) {
@@ -176,8 +196,14 @@ async fn drop_waiting(
     group.dropped_to = group.dropped_to.max(last);
     let decided = engine.horizon.ask(tx).await?.decided;
     let cursor = caught_up(tx, &engine.types, &group, decided).await?;
-    let sql = "UPDATE everbus.groups SET dropped_to = $2, cursor = greatest(cursor, $3) WHERE id = $1";
-    tx.execute(doing, sql, &[&group.id, &to_sql(group.dropped_to), &to_sql(cursor)]).await?;
+    let sql =
+        "UPDATE everbus.groups SET dropped_to = $2, cursor = greatest(cursor, $3) WHERE id = $1";
+    tx.execute(
+        doing,
+        sql,
+        &[&group.id, &to_sql(group.dropped_to), &to_sql(cursor)],
+    )
+    .await?;
     Ok(dropped)
 }
 

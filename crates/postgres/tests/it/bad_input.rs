@@ -21,7 +21,10 @@ fn brief() -> Options {
 }
 
 async fn refused_with(url: &str, options: Options) -> Error {
-    let error = everbus_postgres::open(url, options).await.map(drop).unwrap_err();
+    let error = everbus_postgres::open(url, options)
+        .await
+        .map(drop)
+        .unwrap_err();
     assert!(error.hint_text().is_some(), "{error:?}");
     assert!(!format!("{error:?}").contains("wrong-secret"), "{error:?}");
     error
@@ -30,7 +33,9 @@ async fn refused_with(url: &str, options: Options) -> Error {
 // conformance: engines/postgres-bad-input: a wrong password, a missing or foreign database, a newer schema, a read replica and a lack of connections are told apart, with hints
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_cannot_be_used_is_refused_with_a_hint() {
-    let Some(server) = Postgres::shared() else { return };
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
     let url = server.fresh_database();
 
     let (base, _) = url.rsplit_once('/').unwrap();
@@ -39,14 +44,24 @@ async fn what_cannot_be_used_is_refused_with_a_hint() {
     assert!(missing.message().contains("no_such_database"), "{missing}");
 
     // A schema of another program.
-    server.sql_at(&url, "CREATE SCHEMA everbus; CREATE TABLE everbus.orders (id integer)");
+    server.sql_at(
+        &url,
+        "CREATE SCHEMA everbus; CREATE TABLE everbus.orders (id integer)",
+    );
     assert_eq!(refused(&url).await.code(), Code::NotEverbus);
-    assert_eq!(server.sql_at(&url, "SELECT count(*) FROM everbus.orders"), "0", "left as it was");
+    assert_eq!(
+        server.sql_at(&url, "SELECT count(*) FROM everbus.orders"),
+        "0",
+        "left as it was"
+    );
     server.sql_at(&url, "CREATE TABLE everbus.meta (key text, value text)");
     assert_eq!(refused(&url).await.code(), Code::NotEverbus);
 
     // Beside it everything is fine, until a newer version comes.
-    let other = format!("{url}{}schema=events2", if url.contains('?') { '&' } else { '?' });
+    let other = format!(
+        "{url}{}schema=events2",
+        if url.contains('?') { '&' } else { '?' }
+    );
     let none = Options {
         create: false,
         ..brief()
@@ -54,7 +69,10 @@ async fn what_cannot_be_used_is_refused_with_a_hint() {
     assert_eq!(refused_with(&other, none).await.code(), Code::NoSuchFile);
     let engine = everbus_postgres::open(&other, brief()).await.unwrap();
     engine.broker.close().await.unwrap();
-    server.sql_at(&url, "UPDATE events2.meta SET value = '99' WHERE key = 'schema_version'");
+    server.sql_at(
+        &url,
+        "UPDATE events2.meta SET value = '99' WHERE key = 'schema_version'",
+    );
     assert_eq!(refused(&other).await.code(), Code::NewerSchema);
 
     // Nobody is there.
@@ -65,8 +83,12 @@ async fn what_cannot_be_used_is_refused_with_a_hint() {
 // conformance: engines/postgres-bad-input: a wrong password is told as such
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_wrong_password_is_told_as_such() {
-    let options = PostgresOptions::default().password("right").setting("fsync=off");
-    let Some(server) = Postgres::start_with(options) else { return };
+    let options = PostgresOptions::default()
+        .password("right")
+        .setting("fsync=off");
+    let Some(server) = Postgres::start_with(options) else {
+        return;
+    };
     let url = server.url();
     assert!(url.contains("right"), "{url}");
     let error = refused(&url.replace("right", "wrong-secret")).await;
@@ -83,19 +105,25 @@ async fn a_replica_and_a_full_server_are_told_as_such() {
         .setting("max_connections=6")
         .setting("superuser_reserved_connections=0")
         .setting("max_wal_senders=0");
-    let Some(server) = Postgres::start_with(options) else { return };
+    let Some(server) = Postgres::start_with(options) else {
+        return;
+    };
     let url = server.fresh_database();
     let mut taken = Vec::new();
     for _ in 0..6 {
         let no_tls = everbus_postgres::tokio_postgres::NoTls;
-        let (client, connection) =
-            everbus_postgres::tokio_postgres::connect(&url, no_tls).await.unwrap();
+        let (client, connection) = everbus_postgres::tokio_postgres::connect(&url, no_tls)
+            .await
+            .unwrap();
         tokio::spawn(connection);
         taken.push(client);
     }
     let error = refused(&url).await;
     assert_eq!(error.code(), Code::Unavailable, "{error:?}");
-    assert!(error.hint_text().unwrap().contains("max_connections"), "{error:?}");
+    assert!(
+        error.hint_text().unwrap().contains("max_connections"),
+        "{error:?}"
+    );
     drop(taken);
     server.restart_as_replica();
     let error = refused(&url).await;

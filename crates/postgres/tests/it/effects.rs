@@ -10,9 +10,14 @@ use everbus_testkit::servers::Postgres;
 // conformance: engines/postgres-in-transaction: an effect in the transaction of the ack happens exactly once, whatever its handler does
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_effect_happens_exactly_once() {
-    let Some(server) = Postgres::shared() else { return };
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
     let url = server.fresh_database();
-    server.sql_at(&url, "CREATE TABLE balance (account bigint PRIMARY KEY, amount bigint NOT NULL)");
+    server.sql_at(
+        &url,
+        "CREATE TABLE balance (account bigint PRIMARY KEY, amount bigint NOT NULL)",
+    );
     let bus = Bus::open(&url).await.unwrap();
     let runs = Arc::new(AtomicU32::new(0));
     let counted = runs.clone();
@@ -24,7 +29,7 @@ async fn an_effect_happens_exactly_once() {
                     let sql = "INSERT INTO balance VALUES (1, $1)
                                ON CONFLICT (account) DO UPDATE SET amount = balance.amount + $1";
                     tx.execute(sql, &[&amount]).await?;
-                    if run % 3 == 0 {
+                    if run.is_multiple_of(3) {
                         // Rolled back with everything before it.
                         return Err(HandlerError::from(std::io::Error::other("out of luck")));
                     }
@@ -41,7 +46,10 @@ async fn an_effect_happens_exactly_once() {
         receipts.push(bus.publish(("bank.deposit", amount)).await.unwrap());
     }
     for receipt in receipts {
-        let settled = receipt.settled_within(Duration::from_secs(100)).await.unwrap();
+        let settled = receipt
+            .settled_within(Duration::from_secs(100))
+            .await
+            .unwrap();
         assert!(settled.dead_lettered.is_empty());
     }
     assert!(runs.load(Ordering::SeqCst) > 10, "some runs failed");

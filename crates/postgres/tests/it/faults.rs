@@ -35,7 +35,9 @@ fn worker() {
 // conformance: engines/postgres-never-lost: through kills of the server and of workers, connections cut before the reply, a paused server and stopped workers no acknowledged event is lost
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_lost() {
-    let Some(server) = Postgres::start() else { return };
+    let Some(server) = Postgres::start() else {
+        return;
+    };
     let url = server.fresh_database();
     let figures = campaign(&SUBJECT, &server, &url, Plan::from_env(), seed()).await;
     figures.assert_clean();
@@ -44,7 +46,9 @@ async fn nothing_is_lost() {
 // conformance: engines/postgres-zombie: a worker that slept past its lease is refused, and the holder's ack is applied
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_slept_is_refused() {
-    let Some(server) = Postgres::shared() else { return };
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
     let folder = tempfile::tempdir().unwrap();
     let place = Place {
         url: server.fresh_database(),
@@ -58,10 +62,14 @@ async fn a_worker_that_slept_is_refused() {
 // conformance: engines/postgres-unknown-outcome: a publish whose answer is lost has an unknown outcome, and its repetition stores it once
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_publish_without_an_answer_is_stored_once() {
-    let Some(server) = Postgres::shared() else { return };
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
     let url = server.fresh_database();
     let proxy = Proxy::start(server.port()).await;
-    let engine = everbus_postgres::open(&proxy.through(&url), Options::default()).await.unwrap();
+    let engine = everbus_postgres::open(&proxy.through(&url), Options::default())
+        .await
+        .unwrap();
     engine.broker.declare(group("g")).await.unwrap();
     engine.broker.append(vec![event(0)]).await.unwrap();
     let mut unknown = 0;
@@ -73,7 +81,7 @@ async fn a_publish_without_an_answer_is_stored_once() {
         loop {
             match engine.broker.append(batch.clone()).await {
                 Ok(answers) => {
-                    answers.into_iter().for_each(|answer| drop(answer.unwrap()));
+                    assert!(answers.iter().all(Result::is_ok), "{answers:?}");
                     break;
                 }
                 Err(error) => {
@@ -89,7 +97,11 @@ async fn a_publish_without_an_answer_is_stored_once() {
     let (read, _) = engine
         .log()
         .unwrap()
-        .read(everbus_core::Cursor::START, vec![Pattern::new("*").unwrap()], 100)
+        .read(
+            everbus_core::Cursor::START,
+            vec![Pattern::new("*").unwrap()],
+            100,
+        )
         .await
         .unwrap();
     assert_eq!(read.len(), 1 + 9, "each event once");
@@ -98,7 +110,9 @@ async fn a_publish_without_an_answer_is_stored_once() {
 // conformance: engines/postgres-away: a server that is away is Unavailable; the consumer goes on by itself when it is back
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_is_away_is_waited_for() {
-    let Some(server) = Postgres::start() else { return };
+    let Some(server) = Postgres::start() else {
+        return;
+    };
     let url = server.fresh_database();
     let brief = Options {
         patience: Duration::from_secs(2),
@@ -107,8 +121,11 @@ async fn a_server_that_is_away_is_waited_for() {
     let engine = everbus_postgres::open(&url, brief).await.unwrap();
     engine.broker.declare(group("g")).await.unwrap();
     let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
-    let mut consumer =
-        engine.broker.consume(GroupName::new("g").unwrap(), wanted).await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume(GroupName::new("g").unwrap(), wanted)
+        .await
+        .unwrap();
     engine.broker.append(vec![event(1)]).await.unwrap();
     let first = consumer.fetch(10).await.unwrap();
     server.kill();
@@ -121,8 +138,14 @@ async fn a_server_that_is_away_is_waited_for() {
     assert_eq!(refused.code(), Code::Unavailable, "{refused:?}");
     server.restart();
     let appended = engine.broker.append(vec![event(3)]).await.unwrap();
-    appended.into_iter().for_each(|answer| drop(answer.unwrap()));
-    engine.broker.settle(vec![ack]).await.unwrap().remove(0).unwrap();
+    assert!(appended.iter().all(Result::is_ok), "{appended:?}");
+    engine
+        .broker
+        .settle(vec![ack])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
     let second = async {
         loop {
             // An error is reported, and the next call goes on.
@@ -131,7 +154,9 @@ async fn a_server_that_is_away_is_waited_for() {
             }
         }
     };
-    let second = tokio::time::timeout(Duration::from_secs(60), second).await.unwrap();
+    let second = tokio::time::timeout(Duration::from_secs(60), second)
+        .await
+        .unwrap();
     let body: u32 = second[0].record.event.json().unwrap();
     assert_eq!(body, 3);
     engine.broker.close().await.unwrap();

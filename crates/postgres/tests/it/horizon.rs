@@ -10,8 +10,13 @@ use crate::support::{event, fresh_schema, group, open};
 /// A plain connection to the database of an engine, and its schema.
 async fn plain(url: &str) -> (Client, String) {
     let (base, query) = url.split_once('?').unwrap();
-    let schema = query.split('&').find_map(|pair| pair.strip_prefix("schema=")).unwrap();
-    let (client, connection) = everbus_postgres::tokio_postgres::connect(base, NoTls).await.unwrap();
+    let schema = query
+        .split('&')
+        .find_map(|pair| pair.strip_prefix("schema="))
+        .unwrap();
+    let (client, connection) = everbus_postgres::tokio_postgres::connect(base, NoTls)
+        .await
+        .unwrap();
     tokio::spawn(connection);
     (client, schema.to_owned())
 }
@@ -43,14 +48,24 @@ async fn what_commits_late_is_not_passed_over() {
     assert_eq!(first.len(), 1);
     let (slow, schema) = plain(&url).await;
     let late = insert_slowly(&slow, &schema).await;
-    let answers = engine.broker.append(vec![event(3), event(4)]).await.unwrap();
+    let answers = engine
+        .broker
+        .append(vec![event(3), event(4)])
+        .await
+        .unwrap();
     let after = answers[0].as_ref().unwrap().position.place();
-    assert!(after > late.unsigned_abs(), "the late event has the lower number");
+    assert!(
+        after > late.unsigned_abs(),
+        "the late event has the lower number"
+    );
     // Nothing may be handed out beyond the gap, and whoever asks is told why.
     let early = tokio::time::timeout(Duration::from_millis(300), consumer.fetch(10)).await;
     assert!(early.is_err(), "{early:?}");
     let log = engine.log().unwrap();
-    let (read, cursor) = log.read(Cursor::START, vec![Pattern::new("*").unwrap()], 100).await.unwrap();
+    let (read, cursor) = log
+        .read(Cursor::START, vec![Pattern::new("*").unwrap()], 100)
+        .await
+        .unwrap();
     assert_eq!(read.len(), 1, "a reader stops before the gap as well");
     let info = engine.broker.inspect().await.unwrap().remove(0);
     let held_back = info.held_back.expect("what holds the log back");
@@ -61,13 +76,26 @@ async fn what_commits_late_is_not_passed_over() {
         for delivery in consumer.fetch(10).await.unwrap() {
             got.push(delivery.record.position.place());
             let ack = Settlement::new(delivery.lease, Verdict::Ack);
-            engine.broker.settle(vec![ack]).await.unwrap().remove(0).unwrap();
+            engine
+                .broker
+                .settle(vec![ack])
+                .await
+                .unwrap()
+                .remove(0)
+                .unwrap();
         }
     }
     assert_eq!(got, [late.unsigned_abs(), after, after + 1]);
-    let (rest, _) = log.read(cursor, vec![Pattern::new("*").unwrap()], 100).await.unwrap();
+    let (rest, _) = log
+        .read(cursor, vec![Pattern::new("*").unwrap()], 100)
+        .await
+        .unwrap();
     assert_eq!(rest.len(), 3);
-    assert!(engine.broker.inspect().await.unwrap()[0].held_back.is_none());
+    assert!(
+        engine.broker.inspect().await.unwrap()[0]
+            .held_back
+            .is_none()
+    );
     engine.broker.close().await.unwrap();
 }
 
@@ -83,7 +111,10 @@ async fn what_never_commits_holds_nobody_back() {
     engine.broker.append(vec![event(3)]).await.unwrap();
     // A transaction that writes elsewhere is none of our business, however long it runs.
     let (other, _) = plain(&url).await;
-    other.batch_execute("BEGIN; CREATE TEMPORARY TABLE t (x integer); INSERT INTO t VALUES (1)").await.unwrap();
+    other
+        .batch_execute("BEGIN; CREATE TEMPORARY TABLE t (x integer); INSERT INTO t VALUES (1)")
+        .await
+        .unwrap();
     let mut consumer = engine
         .broker
         .consume(GroupName::new("g").unwrap(), options())
@@ -136,14 +167,21 @@ async fn many_writers_lose_nothing() {
         }
         let fetched = tokio::time::timeout(Duration::from_millis(200), consumer.fetch(64)).await;
         let Ok(batch) = fetched else {
-            let all = expected.as_ref().map_or(0, |ids| ids.len());
-            assert!(expected.is_none() || seen.len() == all, "{} of {all}", seen.len());
+            let all = expected.as_ref().map_or(0, std::collections::BTreeSet::len);
+            assert!(
+                expected.is_none() || seen.len() == all,
+                "{} of {all}",
+                seen.len()
+            );
             continue;
         };
         let batch = batch.unwrap();
         let mut acks = Vec::new();
         for delivery in batch {
-            assert!(seen.insert(delivery.record.event.id()), "an event came twice");
+            assert!(
+                seen.insert(delivery.record.event.id()),
+                "an event came twice"
+            );
             acks.push(Settlement::new(delivery.lease, Verdict::Ack));
         }
         for answer in reading.broker.settle(acks).await.unwrap() {

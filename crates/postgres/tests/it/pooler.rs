@@ -16,7 +16,9 @@ struct Pooled(String);
 
 impl Harness for Pooled {
     async fn open(&self, clock: Arc<dyn Clock>) -> Engine {
-        everbus_postgres::open(&self.0, options(clock)).await.unwrap()
+        everbus_postgres::open(&self.0, options(clock))
+            .await
+            .unwrap()
     }
 
     fn survives_restart(&self) -> bool {
@@ -36,8 +38,12 @@ fn pooled(url: &str) -> String {
 // conformance: engines/postgres-pooler: publishing, consuming, retries, dead letters, inbox and effects work through a pooler in transaction mode
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn everything_but_sessions_works_through_a_pooler() {
-    let Some(server) = Postgres::shared() else { return };
-    let Some(pooler) = PgBouncer::start(server) else { return };
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
+    let Some(pooler) = PgBouncer::start(server) else {
+        return;
+    };
     let fresh = || Pooled(pooled(&pooler.through(&server.fresh_database())));
     is_well(consuming::events_come_in_the_order_of_the_log(fresh()).await);
     is_well(consuming::competing_consumers_share_and_never_double(fresh()).await);
@@ -59,19 +65,29 @@ async fn everything_but_sessions_works_through_a_pooler() {
 // conformance: engines/postgres-pooler-session: an ephemeral group needs a session, which a direct URL gives
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_needs_a_session_needs_a_direct_url() {
-    let Some(server) = Postgres::shared() else { return };
-    let Some(pooler) = PgBouncer::start(server) else { return };
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
+    let Some(pooler) = PgBouncer::start(server) else {
+        return;
+    };
     let direct = server.fresh_database();
     let url = pooled(&pooler.through(&direct));
     let mut ephemeral = group("dashboard");
     ephemeral.ephemeral = true;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock);
-    let engine = everbus_postgres::open(&url, options(clock.clone())).await.unwrap();
+    let engine = everbus_postgres::open(&url, options(clock.clone()))
+        .await
+        .unwrap();
     let refused = engine.broker.declare(ephemeral.clone()).await.unwrap_err();
     assert_eq!(refused.code(), Code::Unsupported);
     assert!(refused.hint_text().unwrap().contains("direct_url"));
     engine.broker.close().await.unwrap();
-    let encoded = direct.replace(':', "%3A").replace('/', "%2F").replace('?', "%3F").replace('&', "%26");
+    let encoded = direct
+        .replace(':', "%3A")
+        .replace('/', "%2F")
+        .replace('?', "%3F")
+        .replace('&', "%26");
     let url = format!("{url}&direct_url={encoded}");
     let engine = everbus_postgres::open(&url, options(clock)).await.unwrap();
     engine.broker.declare(ephemeral).await.unwrap();
