@@ -42,6 +42,7 @@ mod maintenance;
 mod orphans;
 pub mod outbox;
 mod outcomes;
+mod params;
 mod payloads;
 mod pool;
 mod ranges;
