@@ -1,8 +1,10 @@
-//! Exactly-once effects in the database of the PostgreSQL engine.
+//! Exactly-once effects in the database of the PostgreSQL engine, and the outbox in any PostgreSQL database.
 //!
 //! The engine awaits the effect in the transaction that also contains the inbox record, the follow-up events
 //! and the ack: they commit together or not at all. The connection and the rows that the effect locks are
 //! held meanwhile, so keep slow work, such as calls of other services, out of it.
+
+mod outbox;
 
 use std::sync::Arc;
 
@@ -12,6 +14,8 @@ use everbus_postgres::{ENGINE, Slot};
 
 use crate::handler::outcome::{IntoOutcome, Outcome, Returns};
 use crate::handler::{BoxError, HandlerError, HandlerOutcome};
+
+pub use outbox::Outbox;
 
 /// The return value of [`in_transaction`], which a handler returns.
 #[derive(Clone, Debug)]

@@ -53,7 +53,7 @@ impl PgConsumer {
     }
 
     /// What was claimed before, under leases that are held.
-    async fn from_mailbox(&mut self, max: usize) -> Result<Vec<Delivery>> {
+    async fn take_from_mailbox(&mut self, max: usize) -> Result<Vec<Delivery>> {
         if self.mailbox.is_empty() {
             return Ok(Vec::new());
         }
@@ -133,7 +133,7 @@ impl Consumer for PgConsumer {
                 let mut woken = std::pin::pin!(bell.here.notified());
                 woken.as_mut().enable();
                 self.engine.check_open()?;
-                let batch = self.from_mailbox(max).await?;
+                let batch = self.take_from_mailbox(max).await?;
                 if !batch.is_empty() {
                     return Ok(batch);
                 }

@@ -24,8 +24,7 @@ impl Postgres {
     pub(crate) async fn declare_group(&self, spec: GroupSpec) -> Result<Vec<SubscriptionInfo>> {
         self.check_open()?;
         let owner = if spec.ephemeral {
-            let owner = self.become_owner().await?;
-            if owner == 0 {
+            if !self.has_session() {
                 return Err(Error::new(
                     Code::Unsupported,
                     "an ephemeral group needs a connection of its own",
@@ -34,6 +33,7 @@ impl Postgres {
                     "name the server behind the pooler in the URL: direct_url=postgres%3A%2F%2F…",
                 ));
             }
+            let owner = self.become_owner().await?;
             // A dead process may have left a group with this name.
             self.recover().await?;
             Some(owner)
@@ -189,7 +189,6 @@ async fn create(
         name: spec.name.clone(),
         ordered: spec.ordered,
         cursor,
-        declared_at: end.decided,
         dropped_to: 0,
         owner,
         patterns: Vec::new(),

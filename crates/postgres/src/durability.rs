@@ -1,5 +1,7 @@
 //! How durable the server's answers are, by its own settings.
 
+use std::fmt;
+
 use everbus_core::{Durability, Result, Weakness};
 
 use crate::pool::Sql;
@@ -10,6 +12,16 @@ use crate::rows::get;
 pub(crate) struct Grade {
     pub(crate) grade: Durability,
     pub(crate) weakness: Option<Weakness>,
+}
+
+impl fmt::Display for Grade {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.grade)?;
+        match &self.weakness {
+            Some(weakness) => write!(f, "; {weakness}"),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Reads the settings. They apply to this connection; one that changes them for its own session is not known.

@@ -20,7 +20,6 @@ pub(crate) struct Group {
     pub(crate) name: GroupName,
     pub(crate) ordered: bool,
     pub(crate) cursor: u64,
-    pub(crate) declared_at: u64,
     pub(crate) dropped_to: u64,
     /// The owner that an ephemeral group goes with.
     pub(crate) owner: Option<i64>,
@@ -58,19 +57,18 @@ impl Group {
     }
 }
 
-const GROUP: &str = "g.id, g.name, g.ordered, g.cursor, g.declared_at, g.dropped_to, g.owner,
+const GROUP: &str = "g.id, g.name, g.ordered, g.cursor, g.dropped_to, g.owner,
   ARRAY (SELECT s.event_type FROM everbus.subscriptions s WHERE s.group_id = g.id ORDER BY s.name)";
 
 fn read_group(row: &Row) -> Result<Group> {
-    let patterns: Vec<String> = get(row, 7)?;
+    let patterns: Vec<String> = get(row, 6)?;
     Ok(Group {
         id: get(row, 0)?,
         name: get::<&str>(row, 1)?.parse()?,
         ordered: get(row, 2)?,
         cursor: get_seq(row, 3)?,
-        declared_at: get_seq(row, 4)?,
-        dropped_to: get_seq(row, 5)?,
-        owner: get(row, 6)?,
+        dropped_to: get_seq(row, 4)?,
+        owner: get(row, 5)?,
         patterns: parsed(&patterns)?,
     })
 }
@@ -112,27 +110,25 @@ pub(crate) struct Locked {
 /// Locks a group until the end of the transaction. Everything that hands out events of the group, or changes
 /// what it owes other than by settling, holds this lock. `None`: it was removed.
 pub(crate) async fn lock(db: &impl Sql, id: i64) -> Result<Option<Locked>> {
-    let sql =
-        "SELECT o_name, o_ordered, o_cursor, o_declared_at, o_dropped_to, o_owner, o_patterns,
+    let sql = "SELECT o_name, o_ordered, o_cursor, o_dropped_to, o_owner, o_patterns,
                o_lease_end, o_unhandled, o_ahead FROM everbus.lock_group($1)";
     let Some(row) = db.first("locking a group", sql, &[&id]).await? else {
         return Ok(None);
     };
-    let patterns: Vec<String> = get(&row, 6)?;
+    let patterns: Vec<String> = get(&row, 5)?;
     Ok(Some(Locked {
         group: Group {
             id,
             name: get::<&str>(&row, 0)?.parse()?,
             ordered: get(&row, 1)?,
             cursor: get_seq(&row, 2)?,
-            declared_at: get_seq(&row, 3)?,
-            dropped_to: get_seq(&row, 4)?,
-            owner: get(&row, 5)?,
+            dropped_to: get_seq(&row, 3)?,
+            owner: get(&row, 4)?,
             patterns: parsed(&patterns)?,
         },
-        lease_end: get(&row, 7)?,
-        unhandled: get(&row, 8)?,
-        ahead: get(&row, 9)?,
+        lease_end: get(&row, 6)?,
+        unhandled: get(&row, 7)?,
+        ahead: get(&row, 8)?,
     }))
 }
 
@@ -197,7 +193,6 @@ pub(crate) async fn caught_up(
 #[derive(Debug)]
 pub(crate) struct Nature {
     pub(crate) name: GroupName,
-    pub(crate) ordered: bool,
     pub(crate) ephemeral: bool,
 }
 
@@ -210,14 +205,13 @@ impl Natures {
         if let Some(known) = self.0.read().get(&id) {
             return Ok(Some(known.clone()));
         }
-        let sql = "SELECT name, ordered, owner IS NOT NULL FROM everbus.groups WHERE id = $1";
+        let sql = "SELECT name, owner IS NOT NULL FROM everbus.groups WHERE id = $1";
         let Some(row) = db.first("reading a group", sql, &[&id]).await? else {
             return Ok(None);
         };
         let nature = Arc::new(Nature {
             name: get::<&str>(&row, 0)?.parse()?,
-            ordered: get(&row, 1)?,
-            ephemeral: get(&row, 2)?,
+            ephemeral: get(&row, 1)?,
         });
         self.0.write().insert(id, nature.clone());
         Ok(Some(nature))

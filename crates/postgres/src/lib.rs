@@ -42,6 +42,7 @@ mod maintenance;
 mod orphans;
 pub mod outbox;
 mod outcomes;
+mod params;
 mod payloads;
 mod pool;
 mod ranges;
@@ -66,6 +67,8 @@ use tokio::sync::mpsc;
 
 pub use config::Options;
 pub use effect::{ENGINE, Slot, Work};
+#[cfg(feature = "sqlx")]
+pub use sqlx;
 pub use tokio_postgres;
 
 use crate::broker::PgBroker;
@@ -139,6 +142,9 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
         schema::prepare(&mut conn, &target.schema, options.create).await?;
         durability::read(&*conn).await?
     };
+    if durability.grade == everbus_core::Durability::Process {
+        tracing::warn!(target: "everbus::postgres", durability = %durability, "the server is weaker than it could be");
+    }
     let (appends, waiting_appends) = mpsc::unbounded_channel();
     let (settlements, waiting_settlements) = mpsc::unbounded_channel();
     let engine = Arc::new(Postgres {

@@ -67,7 +67,7 @@ impl Maintenance for Postgres {
             self.check_open()?;
             let (now, key) = (self.now(), format!("{DUTY}{duty}"));
             transaction!(self.pool, "taking on a duty", |tx| {
-                let last = parsed::<DutyRecord>(&duty, lock_meta(tx, &key).await?)?;
+                let last = parsed::<DutyRecord>(&duty, &lock_meta(tx, &key).await?)?;
                 if last.is_some_and(|last| last.holds(now, every)) {
                     return Ok(false);
                 }
@@ -83,7 +83,7 @@ impl Maintenance for Postgres {
             self.check_open()?;
             let key = format!("{DUTY}{duty}");
             transaction!(self.pool, "giving a duty back", |tx| {
-                let last = parsed::<DutyRecord>(&duty, lock_meta(tx, &key).await?)?;
+                let last = parsed::<DutyRecord>(&duty, &lock_meta(tx, &key).await?)?;
                 if last.is_none_or(|last| last.owner == owner) {
                     let sql = "DELETE FROM everbus.meta WHERE key = $1";
                     tx.execute("giving a duty back", sql, &[&key]).await?;
@@ -152,11 +152,11 @@ async fn write_meta(db: &impl Sql, key: &str, value: &str) -> Result<()> {
     Ok(())
 }
 
-fn parsed<T: serde::de::DeserializeOwned>(what: &str, text: String) -> Result<Option<T>> {
+fn parsed<T: serde::de::DeserializeOwned>(what: &str, text: &str) -> Result<Option<T>> {
     if text.is_empty() {
         return Ok(None);
     }
-    let record = serde_json::from_str(&text);
+    let record = serde_json::from_str(text);
     record
         .map(Some)
         .map_err(|e| damaged(format!("the record of {what} is damaged: {e}")))
@@ -271,6 +271,7 @@ impl Postgres {
             .one("checking", "SELECT current_setting('server_version')", &[])
             .await?;
         report.add("PostgreSQL", true, get::<String>(&server, 0)?);
+        report.add("durability", true, self.durability.to_string());
         Ok(report)
     }
 

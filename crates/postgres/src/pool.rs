@@ -21,11 +21,12 @@ use std::time::{Duration, Instant};
 use everbus_core::{Class, Code, Error, Result};
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio_postgres::types::{ToSql, Type};
+use tokio_postgres::types::Type;
 use tokio_postgres::{Client, Row, Statement};
 
 use crate::config::{Target, Tls};
 use crate::errors::{from_pg, is_conflict, too_slow};
+pub(crate) use crate::params::{Param, Params};
 use crate::tls::Connector;
 
 /// The first pause between two tries to connect.
@@ -35,62 +36,6 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 const MOST_STATEMENTS: usize = 300;
 /// How often a transaction is tried.
 const MOST_TRIES: u32 = 12;
-
-/// A value for a statement, with the type that it has on the server.
-pub(crate) trait Param: Sync {
-    fn sql(&self) -> &(dyn ToSql + Sync);
-    fn sql_type(&self) -> Type;
-}
-
-macro_rules! params {
-    ($($rust:ty => $sql:ident,)*) => {$(
-        impl Param for $rust {
-            fn sql(&self) -> &(dyn ToSql + Sync) {
-                self
-            }
-
-            fn sql_type(&self) -> Type {
-                Type::$sql
-            }
-        }
-    )*};
-}
-
-params! {
-    bool => BOOL,
-    i16 => INT2,
-    i32 => INT4,
-    i64 => INT8,
-    &str => TEXT,
-    String => TEXT,
-    uuid::Uuid => UUID,
-    &[u8] => BYTEA,
-    Vec<u8> => BYTEA,
-    Option<bool> => BOOL,
-    Option<i32> => INT4,
-    Option<i64> => INT8,
-    Option<&str> => TEXT,
-    Option<String> => TEXT,
-    Option<uuid::Uuid> => UUID,
-    Vec<bool> => BOOL_ARRAY,
-    Vec<i16> => INT2_ARRAY,
-    Vec<i32> => INT4_ARRAY,
-    Vec<i64> => INT8_ARRAY,
-    Vec<&str> => TEXT_ARRAY,
-    Vec<String> => TEXT_ARRAY,
-    Vec<uuid::Uuid> => UUID_ARRAY,
-    Vec<&[u8]> => BYTEA_ARRAY,
-    Vec<Vec<u8>> => BYTEA_ARRAY,
-    Vec<Option<i32>> => INT4_ARRAY,
-    Vec<Option<i64>> => INT8_ARRAY,
-    Vec<Option<&str>> => TEXT_ARRAY,
-    Vec<Option<String>> => TEXT_ARRAY,
-    Vec<Option<uuid::Uuid>> => UUID_ARRAY,
-    &[i64] => INT8_ARRAY,
-}
-
-/// The values of a statement.
-pub(crate) type Params<'a> = &'a [&'a dyn Param];
 
 /// Statements on a connection, inside a transaction or outside of one. Statements whose futures are polled
 /// together are sent together.

@@ -18,7 +18,6 @@ use crate::pool::Sql;
 /// States of a row in `deliveries`.
 pub(crate) const WAITING: i16 = 0;
 pub(crate) const LEASED: i16 = 1;
-pub(crate) const BEHIND_KEY: i16 = 2;
 pub(crate) const UNHANDLED: i16 = 3;
 
 /// The columns that [`Types::read`] expects, in its order. The table is called `log` in the statement.

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use everbus_core::{Code, Error, Result};
 use parking_lot::Mutex;
-use tokio::sync::{Notify, mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot};
 
 use crate::Postgres;
 use crate::pool::{Conn, Sql as _, connect};
@@ -60,8 +60,6 @@ pub(crate) struct Session {
     task: tokio::task::AbortHandle,
     /// The number of the owner; 0: it is none yet.
     owner: Arc<AtomicI64>,
-    /// Whether the session is connected.
-    pub(crate) connected: watch::Receiver<bool>,
     unlocked: Mutex<HashMap<i64, Instant>>,
 }
 
@@ -74,14 +72,12 @@ impl Drop for Session {
 impl Session {
     pub(crate) fn start(engine: Weak<Postgres>) -> Self {
         let (requests, inbox) = mpsc::unbounded_channel();
-        let (connected, is_connected) = watch::channel(false);
         let owner: Arc<AtomicI64> = Arc::default();
-        let task = tokio::spawn(run(engine, inbox, connected, owner.clone()));
+        let task = tokio::spawn(run(engine, inbox, owner.clone()));
         Self {
             requests,
             task: task.abort_handle(),
             owner,
-            connected: is_connected,
             unlocked: Mutex::default(),
         }
     }
@@ -94,6 +90,17 @@ impl Session {
     /// Ends the session without a word, as a crash would.
     pub(crate) fn stop(&self) {
         self.task.abort();
+    }
+
+    /// A number without a lock and a row.
+    async fn number(&self, conn: &Conn) -> Result<i64> {
+        if self.owner() == 0 {
+            let number = next_number(conn).await?;
+            let _ = self
+                .owner
+                .compare_exchange(0, number, Ordering::AcqRel, Ordering::Acquire);
+        }
+        Ok(self.owner())
     }
 
     async fn own(&self) -> Result<i64> {
@@ -123,16 +130,22 @@ impl Session {
 }
 
 impl Postgres {
-    /// The number of this engine as an owner; 0 if there is no session that could hold its lock.
+    /// The number of this engine as an owner. Without a session it holds no lock, and only the ends of its
+    /// leases tell that it is gone.
     pub(crate) async fn become_owner(&self) -> Result<i64> {
-        if self.pool.target().session().is_none() {
-            return Ok(0);
+        if !self.has_session() {
+            return self.session().number(&*self.conn().await?).await;
         }
         let asked = self.session().own();
         let answer = tokio::time::timeout(self.options.patience, asked).await;
         answer.map_err(|_| {
             crate::errors::too_slow("registering as a consumer", self.options.patience)
         })?
+    }
+
+    /// Whether a connection can be kept for what belongs to a session.
+    pub(crate) fn has_session(&self) -> bool {
+        self.pool.target().session().is_some()
     }
 
     /// The channel of notifications: one per schema of a database.
@@ -145,7 +158,6 @@ impl Postgres {
 async fn run(
     engine: Weak<Postgres>,
     mut requests: mpsc::UnboundedReceiver<Request>,
-    connected: watch::Sender<bool>,
     owner: Arc<AtomicI64>,
 ) {
     let mut pause = FIRST_PAUSE;
@@ -168,10 +180,7 @@ async fn run(
         let ended = match begin(&strong, &owner).await {
             Ok((conn, notifications)) => {
                 drop(strong);
-                let _ = connected.send(true);
-                let ended = serve(&engine, &conn, notifications, &mut requests, &owner).await;
-                let _ = connected.send(false);
-                ended
+                serve(&engine, &conn, notifications, &mut requests, &owner).await
             }
             Err(error) => {
                 drop(strong);
@@ -304,15 +313,13 @@ async fn serve(
     }
 }
 
+async fn next_number(conn: &Conn) -> Result<i64> {
+    let sql = "SELECT nextval('everbus.owner_seq')";
+    get(&conn.one("registering as a consumer", sql, &[]).await?, 0)
+}
+
 async fn become_one(engine: &Postgres, conn: &Conn) -> Result<i64> {
-    let row = conn
-        .one(
-            "registering as a consumer",
-            "SELECT nextval('everbus.owner_seq')",
-            &[],
-        )
-        .await?;
-    let number: i64 = get(&row, 0)?;
+    let number = next_number(conn).await?;
     register(engine, conn, number).await?;
     Ok(number)
 }

@@ -1,6 +1,6 @@
 //! The condition of a query over the log, and how it is found.
 
-use everbus_core::HistoryQuery;
+use everbus_core::{HistoryQuery, Timestamp};
 
 use crate::condition::Condition;
 use crate::rows::storable;
@@ -34,14 +34,14 @@ pub(super) fn condition(query: &HistoryQuery, types: Option<Vec<i32>>) -> Condit
             _ => condition.and("log.type = ANY (?)", types),
         }
     }
-    if let Some(since) = query.since.map(|at| at.as_micros()) {
+    if let Some(since) = query.since.map(Timestamp::as_micros) {
         condition.and("log.received_at >= ?", since);
         condition.and(
             "log.seq >= coalesce((SELECT everbus.seq_at(?)), 9223372036854775807)",
             since,
         );
     }
-    if let Some(until) = query.until.map(|at| at.as_micros()) {
+    if let Some(until) = query.until.map(Timestamp::as_micros) {
         condition.and("log.received_at <= ?", until);
         let last = format!(
             "log.seq <= coalesce((SELECT everbus.seq_at(?)) + {SLACK}, 9223372036854775807)"

@@ -15,6 +15,8 @@ pub(crate) mod forget;
 mod read;
 mod rows;
 mod source;
+#[cfg(feature = "sqlx")]
+mod with_sqlx;
 
 use std::sync::Arc;
 

@@ -143,13 +143,14 @@ pub(super) async fn settle(
     let sent: Vec<&OutboxRow> = sent.collect();
     if !sent.is_empty() {
         mark_sent(db, &sent, now).await?;
+        // Only the schema of an engine has the second table.
+        let dead_lettered = match own {
+            true => "EXISTS (SELECT 1 FROM everbus.dead_letters WHERE retried_at IS NULL)",
+            false => "false",
+        };
         let sql = format!(
-            "SELECT EXISTS (SELECT 1 FROM everbus.outbox_dead_letters WHERE retried_at IS NULL), {}",
-            match own {
-                true =>
-                    format!("EXISTS (SELECT 1 FROM everbus.dead_letters WHERE retried_at IS NULL)"),
-                false => "false".to_owned(),
-            }
+            "SELECT EXISTS (SELECT 1 FROM everbus.outbox_dead_letters WHERE retried_at IS NULL),
+               {dead_lettered}"
         );
         let row = db.one("looking for dead letters", &sql, &[]).await?;
         let (given_up, dead_lettered): (bool, bool) = (row.get(0), row.get(1));

@@ -31,7 +31,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 enum Access {
     /// Those of the engine whose schema it is in.
     Own(Arc<Postgres>),
-    Other(Pool),
+    Other(Box<Pool>),
 }
 
 /// The outbox of a schema.
@@ -140,7 +140,7 @@ pub(super) async fn open(url: &str, options: Options) -> Result<Arc<dyn OutboxSo
         tokio::spawn(listening).abort_handle()
     });
     Ok(Arc::new(Source {
-        access: Access::Other(pool),
+        access: Access::Other(Box::new(pool)),
         clock: options.clock,
         own,
         poll: if listener.is_some() { POLL } else { OFTEN },

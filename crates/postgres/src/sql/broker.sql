@@ -73,7 +73,7 @@ CREATE INDEX claims_group ON everbus.claims (group_id, lo);
 CREATE TABLE everbus.deliveries (
   group_id   bigint NOT NULL,
   seq        bigint NOT NULL,
-  state      smallint NOT NULL,                -- 0 waiting, 1 leased, 2 behind its key, 3 no handler
+  state      smallint NOT NULL,                -- 0 waiting, 1 leased, 3 no handler
   due        bigint NOT NULL,                  -- state 3: when it is given up
   attempt    integer NOT NULL,                 -- attempts begun
   type       integer NOT NULL,
@@ -244,13 +244,13 @@ $$;
 -- Locks a group, and returns it as it is after the wait: the second statement sees what the holder of the
 -- lock before has committed. No row if there is no such group.
 CREATE FUNCTION everbus.lock_group(wanted bigint)
-RETURNS TABLE (o_name text, o_ordered boolean, o_cursor bigint, o_declared_at bigint, o_dropped_to bigint,
+RETURNS TABLE (o_name text, o_ordered boolean, o_cursor bigint, o_dropped_to bigint,
   o_owner bigint, o_patterns text[], o_lease_end bigint, o_unhandled bigint, o_ahead boolean)
 LANGUAGE plpgsql AS $$
 BEGIN
   PERFORM 1 FROM everbus.groups g WHERE g.id = wanted FOR UPDATE;
   RETURN QUERY
-  SELECT g.name, g.ordered, g.cursor, g.declared_at, g.dropped_to, g.owner,
+  SELECT g.name, g.ordered, g.cursor, g.dropped_to, g.owner,
     ARRAY (SELECT s.event_type FROM everbus.subscriptions s WHERE s.group_id = wanted ORDER BY s.name),
     least((SELECT min(c.until) FROM everbus.claims c WHERE c.group_id = wanted),
       (SELECT min(d.until) FROM everbus.deliveries d WHERE d.group_id = wanted AND d.state = 1)),

@@ -29,7 +29,7 @@ async fn an_effect_happens_exactly_once() {
                     let sql = "INSERT INTO balance VALUES (1, $1)
                                ON CONFLICT (account) DO UPDATE SET amount = balance.amount + $1";
                     tx.execute(sql, &[&amount]).await?;
-                    if run % 3 == 0 {
+                    if run.is_multiple_of(3) {
                         // Rolled back with everything before it.
                         return Err(HandlerError::from(std::io::Error::other("out of luck")));
                     }

@@ -167,7 +167,7 @@ async fn many_writers_lose_nothing() {
         }
         let fetched = tokio::time::timeout(Duration::from_millis(200), consumer.fetch(64)).await;
         let Ok(batch) = fetched else {
-            let all = expected.as_ref().map_or(0, |ids| ids.len());
+            let all = expected.as_ref().map_or(0, std::collections::BTreeSet::len);
             assert!(
                 expected.is_none() || seen.len() == all,
                 "{} of {all}",

@@ -690,3 +690,113 @@ async fn an_outbox_that_is_none_is_refused() {
     assert_eq!(error.code(), Code::Unsupported, "{error}");
     assert!(error.hint_text().unwrap().contains("RENAME"));
 }
+
+// conformance: engines/postgres-outbox-sqlx: an event joins a transaction of sqlx, behind a feature
+#[cfg(feature = "sqlx")]
+#[tokio::test]
+async fn an_event_joins_a_transaction_of_sqlx() {
+    use sqlx::{Connection as _, PgConnection};
+
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
+    let source = shop.source().await;
+    let mut conn = PgConnection::connect(&shop.url).await.unwrap();
+    for (n, committed) in [(1_i32, false), (2, true)] {
+        let mut tx = conn.begin().await.unwrap();
+        sqlx::query("INSERT INTO orders VALUES ($1, 'confirmed')")
+            .bind(n)
+            .execute(&mut *tx)
+            .await
+            .unwrap();
+        let enqueued = event(Some("k"), n.unsigned_abs());
+        Outbox::new().enqueue_sqlx(&mut tx, enqueued).await.unwrap();
+        match committed {
+            true => tx.commit().await.unwrap(),
+            false => tx.rollback().await.unwrap(),
+        }
+    }
+    let rows = ready(&source).await;
+    assert_eq!(numbers(&rows), [2]);
+    let again = Event::builder("order.placed")
+        .id(rows[0].uuid())
+        .json(&3)
+        .build();
+    let refused = Outbox::new()
+        .enqueue_sqlx(&mut conn, again.unwrap())
+        .await
+        .unwrap_err();
+    assert_eq!(refused.code(), Code::IdReused);
+}
+
+// conformance: engines/postgres-outbox-relays: several relays of one outbox at once publish every committed event, each once
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn several_relays_publish_every_event_once() {
+    const WRITERS: u32 = 4;
+    const EACH: u32 = 50;
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
+    let target = fresh_schema().unwrap();
+    let bus = everbus::Bus::open(&target).await.unwrap();
+    let mut relays = Vec::new();
+    for _ in 0..3 {
+        let source = everbus::postgres::Outbox::open(&shop.url).await.unwrap();
+        let relay = everbus::outbox::Relay::new(&bus, source);
+        relays.push(relay.batch(7).lease(Duration::from_millis(500)).spawn());
+    }
+    let writers = (0..WRITERS).map(|writer| {
+        let url = shop.url.clone();
+        tokio::spawn(async move {
+            let mut db = connect(&url).await;
+            let mut ids = std::collections::BTreeSet::new();
+            for n in 0..EACH {
+                let tx = db.transaction().await.unwrap();
+                let id = Outbox::new().enqueue(&tx, event(None, n)).await.unwrap();
+                // Every fifth does not happen after all.
+                if (writer + n) % 5 == 0 {
+                    tx.rollback().await.unwrap();
+                } else {
+                    tx.commit().await.unwrap();
+                    ids.insert(id);
+                }
+            }
+            ids
+        })
+    });
+    let writers: Vec<_> = writers.collect();
+    let mut expected = std::collections::BTreeSet::new();
+    for (n, writer) in writers.into_iter().enumerate() {
+        expected.extend(writer.await.unwrap());
+        if n == 1 {
+            // The one that works may be this one: another takes over.
+            let _ = relays.remove(0).stop().await.unwrap();
+        }
+    }
+    let all_sent = async {
+        while shop
+            .text("SELECT count(*) FROM event_outbox WHERE status <> 'sent'")
+            .await
+            != "0"
+        {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, all_sent).await.unwrap();
+    for relay in relays {
+        relay.stop().await.unwrap();
+    }
+    let everything = vec![Pattern::new("*").unwrap()];
+    let log = bus.log().unwrap();
+    let (found, _) = log
+        .read(everbus_core::Cursor::START, everything, 10_000)
+        .await
+        .unwrap();
+    let found: Vec<_> = found.iter().map(|record| record.event.id()).collect();
+    assert_eq!(found.len(), expected.len(), "each once");
+    assert_eq!(
+        found.into_iter().collect::<std::collections::BTreeSet<_>>(),
+        expected
+    );
+    bus.shutdown().await.unwrap();
+}

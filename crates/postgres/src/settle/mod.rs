@@ -1,0 +1,203 @@
+//! Settling deliveries: ack, skip, retry, release, dead-letter.
+//!
+//! Calls that wait at the same time share a transaction. A settlement with an effect has one of its own, so
+//! that the effect of one handler cannot undo the acks of others.
+
+mod apply;
+mod changes;
+mod held;
+
+use std::collections::HashMap;
+use std::sync::Weak;
+use std::time::{Duration, Instant};
+
+use everbus_core::{Class, Code, Error, Lease, Result, Settlement, Verdict};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::Postgres;
+use crate::effect;
+use crate::pool::transaction;
+
+use apply::apply;
+pub(crate) use held::{Held, Place};
+
+/// At most this many settlements share a transaction.
+const MOST: usize = 2000;
+
+/// A waiting call.
+pub(crate) struct Job {
+    settlements: Vec<Settlement>,
+    reply: oneshot::Sender<Result<Vec<Result<()>>>>,
+}
+
+/// The queue of waiting calls.
+pub(crate) type Queue = mpsc::UnboundedSender<Job>;
+
+/// The error of a lease that is not held.
+pub(crate) fn lost(lease: &Lease) -> Error {
+    Error::new(
+        Code::LeaseLost,
+        format!(
+            "the lease on event {} has ended or another consumer has it",
+            lease.position()
+        ),
+    )
+    .hint("the event is delivered again; make handlers idempotent or raise the timeout")
+}
+
+/// The group and the fencing token of a lease.
+pub(crate) fn parts(lease: &Lease) -> (i64, i64) {
+    let [group, token] = lease.words();
+    (group.cast_signed(), token.cast_signed())
+}
+
+impl Postgres {
+    pub(crate) async fn settle_batch(
+        &self,
+        settlements: Vec<Settlement>,
+    ) -> Result<Vec<Result<()>>> {
+        self.check_open()?;
+        if settlements.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (reply, answer) = oneshot::channel();
+        let sent = self.settlements.send(Job { settlements, reply });
+        sent.map_err(|_| Error::shutdown())?;
+        answer.await.map_err(|_| Error::shutdown())?
+    }
+}
+
+/// Serves the waiting calls until the engine is gone.
+pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedReceiver<Job>) {
+    while let Some(first) = queue.recv().await {
+        let Some(engine) = engine.upgrade() else {
+            return;
+        };
+        let mut count = first.settlements.len();
+        let mut jobs = vec![first];
+        while count < MOST {
+            let Ok(next) = queue.try_recv() else { break };
+            count += next.settlements.len();
+            jobs.push(next);
+        }
+        engine.settle_jobs(jobs).await;
+    }
+}
+
+impl Postgres {
+    async fn settle_jobs(&self, jobs: Vec<Job>) {
+        let began = Instant::now();
+        let mut together = Vec::new();
+        let mut alone = Vec::new();
+        for (at, job) in jobs.iter().enumerate() {
+            for (index, settlement) in job.settlements.iter().enumerate() {
+                let effect = settlement.effect.as_ref();
+                let runs = effect.is_some_and(|e| effect::check(e).is_ok());
+                if runs && settlement.verdict == Verdict::Ack {
+                    alone.push(((at, index), settlement));
+                } else {
+                    together.push(((at, index), settlement));
+                }
+            }
+        }
+        let mut answers: Vec<Vec<Option<Result<()>>>> = jobs
+            .iter()
+            .map(|job| job.settlements.iter().map(|_| None).collect())
+            .collect();
+        let mut failed: HashMap<usize, Error> = HashMap::new();
+        if !together.is_empty() {
+            let settlements: Vec<&Settlement> = together.iter().map(|(_, s)| *s).collect();
+            match self.settle_together(&settlements).await {
+                Ok(results) => {
+                    for (((at, index), _), result) in together.iter().zip(results) {
+                        answers[*at][*index] = Some(result);
+                    }
+                }
+                Err(error) => {
+                    for ((at, _), _) in &together {
+                        failed.insert(*at, error.clone());
+                    }
+                }
+            }
+        }
+        for ((at, index), settlement) in alone {
+            let result = self.settle_together(&[settlement]).await;
+            answers[at][index] = Some(match result {
+                Ok(mut results) => results.pop().unwrap_or(Ok(())),
+                Err(error) => Err(error),
+            });
+        }
+        let step = began.elapsed();
+        for (at, (job, answers)) in jobs.into_iter().zip(answers).enumerate() {
+            let answer = match failed.remove(&at) {
+                Some(error) => Err(error),
+                None => Ok(answers.into_iter().flatten().collect()),
+            };
+            if let Ok(results) = &answer {
+                for (settlement, result) in job.settlements.iter().zip(results) {
+                    self.seats.settled(&settlement.lease, result, step);
+                }
+            }
+            let _ = job.reply.send(answer);
+        }
+        self.bell.ring_here();
+    }
+
+    /// Applies settlements in one transaction; each may be refused on its own.
+    async fn settle_together(&self, settlements: &[&Settlement]) -> Result<Vec<Result<()>>> {
+        let types: Vec<_> = settlements
+            .iter()
+            .flat_map(|s| s.follow_ups.iter().map(|e| e.type_arc().clone()))
+            .collect();
+        if !types.is_empty() {
+            // Outside of the transaction, so that new types are known for good.
+            let conn = self.pool.get().await?;
+            self.types.intern(&*conn, &types, true).await?;
+        }
+        let now = self.now();
+        let done = transaction!(self.pool, "settling", |tx| {
+            apply(self, tx, settlements, now, now.as_micros()).await
+        });
+        match done {
+            Ok((answers, appended)) => {
+                if appended {
+                    self.bell.ring();
+                }
+                Ok(answers)
+            }
+            // An effect failed, or one of its events was refused: nothing was done.
+            Err(e)
+                if settlements.len() == 1
+                    && !e.class().may_repeat()
+                    && e.class() != Class::Final =>
+            {
+                Ok(vec![Err(e)])
+            }
+            Err(e) => Err(e),
+        }
+    }
+}
+
+/// Gives back events that were claimed and reached no handler: no attempt counts, even if the lease is over
+/// by now and nobody has noticed.
+pub(crate) async fn give_back(engine: &Postgres, leases: &[Lease]) -> Result<()> {
+    if leases.is_empty() {
+        return Ok(());
+    }
+    let after = Duration::ZERO;
+    let settlements: Vec<Settlement> = leases
+        .iter()
+        .map(|lease| Settlement::new(lease.clone(), Verdict::Release { after }))
+        .collect();
+    let settlements: Vec<&Settlement> = settlements.iter().collect();
+    let now = engine.now();
+    let answers = transaction!(engine.pool, "giving events back", |tx| {
+        apply(engine, tx, &settlements, now, i64::MIN).await
+    })?;
+    let step = Duration::ZERO;
+    for (lease, answer) in leases.iter().zip(&answers.0) {
+        engine.seats.settled(lease, answer, step);
+    }
+    engine.bell.ring();
+    Ok(())
+}
