@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use everbus::audit::Operator;
-use everbus::config::config_used;
-use everbus::config::redacted;
+use everbus::config::{BrokerKind, config_used, redacted};
 use everbus::overflow::{Objects, Overflow};
 use everbus::{Bus, Config};
 use everbus_core::{Code, Engine, Error, Streams};
@@ -141,7 +140,10 @@ impl Place {
             path.display(),
             broker.kind
         );
-        let hint = "use type sqlite there, or name a file with --db";
+        let hint = match broker.kind {
+            BrokerKind::Nats => "build with `--features nats`, or name a file with --db",
+            _ => "use type sqlite there, or name a file with --db",
+        };
         Err(Error::new(Code::InvalidUrl, what).hint(hint).into())
     }
 
@@ -296,6 +298,10 @@ impl Target {
                     .busy_timeout(self.busy_timeout);
                 if let Some(store) = store {
                     builder = builder.store(store);
+                }
+                // Credentials of the configuration's own broker.
+                if let Some(broker) = self.load_config()?.and_then(|config| config.broker) {
+                    builder = builder.access(broker.access);
                 }
                 let url = match place {
                     Place::File(path) => format!("sqlite:{}", path.to_string_lossy()),

@@ -111,6 +111,7 @@ pub mod streams;
 pub mod testing;
 mod url;
 
+pub use access::Access;
 pub use admission::{Limits, PublishRate};
 pub use ambient::{Scope, correlation_id, with_correlation_id, with_trace};
 pub use audit::AuditTrail;
@@ -136,7 +137,6 @@ pub use handler::{
 };
 pub use handler::{Decode, SubscriptionId};
 pub use kv::Kv;
-pub use access::Access;
 pub use open::builder::BusBuilder;
 #[cfg(feature = "sqlite")]
 pub use open::engines::Durable;

@@ -1,6 +1,7 @@
 //! The requests of JetStream that the engine uses, as JSON.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use async_nats::HeaderMap;
 use bytes::Bytes;
@@ -15,6 +16,8 @@ use crate::client::Link;
 use crate::errors::{ApiError, number, unreadable};
 
 const API: &str = "$JS.API.";
+/// How long a request is repeated while nobody answers.
+const PATIENCE: Duration = Duration::from_secs(12);
 
 /// The state of a stream.
 #[derive(Debug, Deserialize)]
@@ -104,12 +107,28 @@ impl Link {
             Value::Null => Bytes::new(),
             body => body.to_string().into(),
         };
-        let answer = self.ask(&format!("{API}{verb}"), None, bytes).await?;
+        let subject = format!("{API}{verb}");
+        let began = Instant::now();
+        // All of these may be repeated, and a leader that is elected answers the next time.
+        let answer = loop {
+            match self.ask(&subject, None, bytes.clone()).await {
+                Err(error)
+                    if error.code() == Code::Unavailable
+                        && began.elapsed() < PATIENCE
+                        && self.check_open().is_ok() =>
+                {
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+                answer => break answer?,
+            }
+        };
         let read = |error: serde_json::Error| unreadable(verb, &error);
         let refused: Refused = serde_json::from_slice(&answer.payload).map_err(read)?;
         match refused.error {
             Some(error) => Ok(Err(error)),
-            None => serde_json::from_slice(&answer.payload).map(Ok).map_err(read),
+            None => serde_json::from_slice(&answer.payload)
+                .map(Ok)
+                .map_err(read),
         }
     }
 
@@ -146,6 +165,30 @@ impl Link {
             Ok(info) => Ok(Some(info)),
             Err(error) if error.err_code == number::STREAM_NOT_FOUND => Ok(None),
             Err(error) => Err(error.into_error(&what)),
+        }
+    }
+
+    /// All streams of the account.
+    pub(crate) async fn streams(&self) -> Result<Vec<StreamInfo>> {
+        #[derive(Deserialize)]
+        struct Page {
+            total: usize,
+            #[serde(default)]
+            streams: Option<Vec<StreamInfo>>,
+        }
+        let mut all: Vec<StreamInfo> = Vec::new();
+        loop {
+            let body = json!({ "offset": all.len() });
+            let page: Page = match self.api("STREAM.LIST", &body).await? {
+                Ok(page) => page,
+                Err(error) => return Err(error.into_error("the streams cannot be listed")),
+            };
+            let streams = page.streams.unwrap_or_default();
+            let end = streams.is_empty();
+            all.extend(streams);
+            if end || all.len() >= page.total {
+                return Ok(all);
+            }
         }
     }
 
@@ -229,7 +272,12 @@ impl Link {
         let verb = format!("STREAM.MSG.GET.{stream}");
         let raw = match self.api::<Answer>(&verb, &body).await? {
             Ok(answer) => answer.message,
-            Err(error) if matches!(error.err_code, number::NO_MESSAGE | 10057 | 10043) => {
+            Err(error)
+                if matches!(
+                    error.err_code,
+                    number::NO_MESSAGE | number::STREAM_NOT_FOUND | 10057 | 10043
+                ) =>
+            {
                 return Ok(None);
             }
             Err(error) => return Err(error.into_error(&format!("a message of {stream}"))),

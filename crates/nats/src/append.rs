@@ -25,13 +25,16 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// A batch incomplete, or too many at once: the same request may succeed later.
 const INCOMPLETE: [u64; 4] = [10176, 10199, 10205, 10210];
 
+/// Events with their places in a batch.
+type Numbered = Vec<(usize, Event)>;
+
 impl Shared {
     pub(crate) async fn append(&self, batch: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         if batch.is_empty() {
             return Ok(Vec::new());
         }
         let table = self.table().await?;
-        let mut by_stream: Vec<(Arc<StreamHandle>, Vec<(usize, Event)>)> = Vec::new();
+        let mut by_stream: Vec<(Arc<StreamHandle>, Numbered)> = Vec::new();
         let mut answers: Vec<Option<Result<Appended>>> = Vec::new();
         answers.resize_with(batch.len(), || None);
         for (index, event) in batch.into_iter().enumerate() {
@@ -54,7 +57,10 @@ impl Shared {
             }
         }
         let missing = || Err(Error::new(Code::Internal, "an event was not answered"));
-        Ok(answers.into_iter().map(|a| a.unwrap_or_else(missing)).collect())
+        Ok(answers
+            .into_iter()
+            .map(|a| a.unwrap_or_else(missing))
+            .collect())
     }
 
     /// Appends to one stream, in order.
@@ -95,12 +101,19 @@ impl Shared {
     }
 
     /// Appends one event.
-    pub(crate) async fn append_one(&self, stream: &StreamHandle, event: &Event) -> Result<Appended> {
+    pub(crate) async fn append_one(
+        &self,
+        stream: &StreamHandle,
+        event: &Event,
+    ) -> Result<Appended> {
         let (written, mut appended) = self.written(stream, event)?;
         let ack = self
             .patiently(|| async {
                 let (headers, payload) = (written.headers.clone(), written.payload.clone());
-                let ack = self.link.publish(&written.subject, headers, payload).await?;
+                let ack = self
+                    .link
+                    .publish(&written.subject, headers, payload)
+                    .await?;
                 refused_or(ack)
             })
             .await?;
@@ -163,7 +176,11 @@ impl Shared {
     }
 
     /// Appends events as a whole or not at all.
-    async fn append_atomic(&self, stream: &StreamHandle, events: &[Event]) -> Result<Vec<Appended>> {
+    async fn append_atomic(
+        &self,
+        stream: &StreamHandle,
+        events: &[Event],
+    ) -> Result<Vec<Appended>> {
         // The first event of each id, and for each event the index of that.
         let mut firsts: HashMap<String, usize> = HashMap::new();
         let mut same_as = Vec::with_capacity(events.len());
@@ -192,7 +209,9 @@ impl Shared {
                 let what = "others publish the same ids all the time";
                 return Err(Error::new(Code::Unavailable, what));
             }
-            let asked = new.iter().map(|index| self.find_id(stream, &events[*index]));
+            let asked = new
+                .iter()
+                .map(|index| self.find_id(stream, &events[*index]));
             for (index, found) in new.clone().into_iter().zip(join_all(asked).await) {
                 if let Some(seq) = found? {
                     answers.insert(index, self.known(stream, &events[index], seq).await?);
@@ -235,10 +254,13 @@ impl Shared {
             return Ok(None);
         };
         let before = ack.seq.saturating_sub(indexes.len() as u64);
-        let appended = written.into_iter().zip(1..).map(|((_, mut appended), nth)| {
-            appended.position = Position::new(stream.shard, before + nth);
-            appended
-        });
+        let appended = written
+            .into_iter()
+            .zip(1..)
+            .map(|((_, mut appended), nth)| {
+                appended.position = Position::new(stream.shard, before + nth);
+                appended
+            });
         Ok(Some(appended.collect()))
     }
 
@@ -255,7 +277,10 @@ impl Shared {
                 headers.insert("Nats-Batch-Commit", "1");
                 return self.link.publish(&written.subject, headers, payload).await;
             }
-            let sent = self.link.client.publish_with_headers(written.subject.clone(), headers, payload);
+            let sent =
+                self.link
+                    .client
+                    .publish_with_headers(written.subject.clone(), headers, payload);
             sent.await.map_err(|e| lost(e.to_string()))?;
         }
         Err(Error::new(Code::Internal, "a batch is empty"))
@@ -268,7 +293,10 @@ impl Shared {
         let mut headers = async_nats::HeaderMap::new();
         headers.insert(wire::MESSAGE_ID, message_id(event));
         headers.insert("Nats-Expected-Last-Msg-Id", "everbus-asks");
-        let answer = self.link.ask(&written.subject, Some(headers), Bytes::new()).await?;
+        let answer = self
+            .link
+            .ask(&written.subject, Some(headers), Bytes::new())
+            .await?;
         let ack: PubAck = serde_json::from_slice(&answer.payload)
             .map_err(|error| unreadable(&written.subject, &error))?;
         match ack.error {

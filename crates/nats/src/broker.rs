@@ -1,6 +1,6 @@
 //! The broker, and what its parts share.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -42,6 +42,8 @@ pub(crate) struct Shared {
     pub(crate) held: Held,
     numbers: AtomicU64,
     stamp: Mutex<Timestamp>,
+    /// Buckets that are known to exist.
+    pub(crate) buckets: Mutex<HashSet<String>>,
     alive: Mutex<Option<AbortHandle>>,
 }
 
@@ -67,6 +69,7 @@ impl Shared {
             held: Held::default(),
             numbers: AtomicU64::new(1),
             stamp: Mutex::new(Timestamp::EPOCH),
+            buckets: Mutex::default(),
             alive: Mutex::default(),
         }
     }
@@ -251,7 +254,10 @@ impl Shared {
         let verdict = Verdict::Dead {
             failure: Some(failure),
         };
-        if let Err(error) = self.settle_one(Settlement::new(delivery.lease, verdict)).await {
+        if let Err(error) = self
+            .settle_one(Settlement::new(delivery.lease, verdict))
+            .await
+        {
             tracing::warn!(target: "everbus::nats", %error, "an event without a handler could not be dead-lettered");
             self.tell(&reply, &nak(Duration::from_secs(60))).await;
         }

@@ -257,11 +257,14 @@ impl Link {
             }
         };
         answer.map_err(|error| match error.kind() {
-            RequestErrorKind::NoResponders => self.away("nobody answers, which happens while a leader is elected"),
-            RequestErrorKind::MaxPayloadExceeded => self.too_large(),
-            RequestErrorKind::InvalidSubject => {
-                Error::new(Code::InvalidType, format!("{subject:?} cannot be a subject"))
+            RequestErrorKind::NoResponders => {
+                self.away("nobody answers, which happens while a leader is elected")
             }
+            RequestErrorKind::MaxPayloadExceeded => self.too_large(),
+            RequestErrorKind::InvalidSubject => Error::new(
+                Code::InvalidType,
+                format!("{subject:?} cannot be a subject"),
+            ),
             RequestErrorKind::TimedOut => match self.refusal(subject) {
                 Some(error) => error,
                 None => self.away("no answer in time").with_unknown_outcome(),
@@ -291,8 +294,10 @@ impl Link {
 
     pub(crate) fn too_large(&self) -> Error {
         let limit = self.max_payload();
-        let what = format!("the event is larger than {limit} bytes, which the server takes at most");
-        Error::new(Code::PayloadTooLarge, what)
-            .hint("let large payloads overflow to an object store, or raise max_payload of the server")
+        let what =
+            format!("the event is larger than {limit} bytes, which the server takes at most");
+        Error::new(Code::PayloadTooLarge, what).hint(
+            "let large payloads overflow to an object store, or raise max_payload of the server",
+        )
     }
 }

@@ -4,9 +4,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{
-    BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Pattern, Result,
-};
+use everbus_core::{BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Pattern, Result};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 

@@ -25,7 +25,7 @@ const FIRST_LEASE: Duration = Duration::from_secs(40);
 /// Unsettled events of a group and stream beyond this wait.
 const MAX_PENDING: u64 = 100_000;
 /// A process that asks for nothing for this long loses an ordered group to another one.
-const PINNED: Duration = Duration::from_secs(30);
+const PINNED: Duration = Duration::from_secs(15);
 /// Clocks of publishers and server may differ by this much.
 const SKEW: Duration = Duration::from_secs(60);
 
@@ -58,7 +58,8 @@ impl Shared {
             };
             let before = record.clone();
             let old = record.patterns()?;
-            self.add_subscriptions(&mut record, &spec, is_new, &encoded).await?;
+            self.add_subscriptions(&mut record, &spec, is_new, &encoded)
+                .await?;
             if let Some(table) = &table {
                 let start = is_new.then_some(spec.start_from);
                 self.fill_starts(table, &mut record, &old, start).await?;
@@ -70,7 +71,8 @@ impl Shared {
                 }
             }
             let changed = is_new || record != before;
-            if changed && !groups::save(&self.link, &self.space, &encoded, &record, revision).await?
+            if changed
+                && !groups::save(&self.link, &self.space, &encoded, &record, revision).await?
             {
                 continue;
             }
@@ -112,7 +114,10 @@ impl Shared {
         let mut position = None;
         for wanted in &spec.subscriptions {
             let pattern = wanted.pattern.as_str().to_owned();
-            let known = record.subscriptions.iter_mut().find(|s| s.name == wanted.name);
+            let known = record
+                .subscriptions
+                .iter_mut()
+                .find(|s| s.name == wanted.name);
             if let Some(known) = known {
                 known.pattern = pattern;
                 continue;
@@ -159,7 +164,7 @@ impl Shared {
     ) -> Result<()> {
         let patterns = record.patterns()?;
         let last = match start {
-            Some(StartFrom::Last) => self.newest(table, &patterns).await?,
+            Some(StartFrom::Last) => self.newest(&table.streams, &patterns).await?,
             _ => None,
         };
         for stream in &table.streams {
@@ -192,11 +197,11 @@ impl Shared {
     /// The newest event that one of the patterns matches: its stream and sequence.
     pub(crate) async fn newest(
         &self,
-        table: &Table,
+        streams: &[Arc<StreamHandle>],
         patterns: &[Pattern],
     ) -> Result<Option<(String, u64)>> {
         let mut newest: Option<(Timestamp, String, u64)> = None;
-        for stream in &table.streams {
+        for stream in streams {
             let filters = match stream.filters(patterns) {
                 Some(filters) => filters,
                 None => vec![stream.subject(">")],
@@ -211,7 +216,8 @@ impl Shared {
                 };
                 let known = newest.as_ref();
                 let newer = known.is_none_or(|(time, name, seq)| {
-                    (found.time, found.seq) > (*time, *seq) || *name == stream.name && found.seq > *seq
+                    (found.time, found.seq) > (*time, *seq)
+                        || *name == stream.name && found.seq > *seq
                 });
                 if newer {
                     newest = Some((found.time, stream.name.clone(), found.seq));
@@ -255,7 +261,9 @@ impl Shared {
                 .map(|stream| stream.name.clone())
                 .collect();
             if !missing.is_empty() {
-                record.starts.extend(missing.into_iter().map(|name| (name, 1)));
+                record
+                    .starts
+                    .extend(missing.into_iter().map(|name| (name, 1)));
                 if !groups::save(&self.link, &self.space, &encoded, &record, revision).await? {
                     continue;
                 }
@@ -263,7 +271,8 @@ impl Shared {
             let patterns = record.patterns()?;
             for stream in &table.streams {
                 let start = record.starts.get(&stream.name).copied().unwrap_or(1);
-                self.ensure(stream, &encoded, &record, &patterns, start, None).await?;
+                self.ensure(stream, &encoded, &record, &patterns, start, None)
+                    .await?;
             }
             let name: GroupName = name.parse()?;
             if self.groups.lock().contains_key(&name) {
@@ -287,8 +296,7 @@ impl Shared {
             let Some(stream) = self.stream_named(name).await? else {
                 continue;
             };
-            let there =
-                self.ensure(&stream, &group.encoded, &record, &patterns, *start, lease);
+            let there = self.ensure(&stream, &group.encoded, &record, &patterns, *start, lease);
             if there.await? {
                 streams.push(stream);
             }
@@ -324,10 +332,19 @@ impl Shared {
         if known.is_some_and(|info| info.config == config) {
             return Ok(true);
         }
-        let mut put = self.link.put_consumer(&stream.name, encoded, &config).await?;
-        if put.as_ref().is_err_and(|e| e.err_code == number::FILTER_NOT_SUBSET) {
+        let mut put = self
+            .link
+            .put_consumer(&stream.name, encoded, &config)
+            .await?;
+        if put
+            .as_ref()
+            .is_err_and(|e| e.err_code == number::FILTER_NOT_SUBSET)
+        {
             set_filters(&mut config, None);
-            put = self.link.put_consumer(&stream.name, encoded, &config).await?;
+            put = self
+                .link
+                .put_consumer(&stream.name, encoded, &config)
+                .await?;
         }
         let what = format!("the consumer of {:?} in {}", record.name, stream.name);
         put.map(|_| true).map_err(|error| error.into_error(&what))

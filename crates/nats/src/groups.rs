@@ -161,7 +161,11 @@ pub(crate) async fn list(link: &Link, space: &Space) -> Result<Vec<Record>> {
     let names = info.state.subjects.keys();
     let names = names.filter_map(|subject| subject.strip_prefix(&prefix));
     let records = try_join_all(names.map(|name| load(link, space, name))).await?;
-    let mut records: Vec<Record> = records.into_iter().flatten().map(|(record, _)| record).collect();
+    let mut records: Vec<Record> = records
+        .into_iter()
+        .flatten()
+        .map(|(record, _)| record)
+        .collect();
     records.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(records)
 }
@@ -191,6 +195,8 @@ pub(crate) async fn save(
         {
             Ok(false)
         }
-        Some(error) => Err(error.into_error(&format!("the group {} cannot be stored", record.name))),
+        Some(error) => {
+            Err(error.into_error(&format!("the group {} cannot be stored", record.name)))
+        }
     }
 }

@@ -142,7 +142,10 @@ impl Held {
         for key in &ended {
             inner.drop_hold(key);
         }
-        let own = inner.holds.values().filter(|hold| hold.consumer == consumer);
+        let own = inner
+            .holds
+            .values()
+            .filter(|hold| hold.consumer == consumer);
         own.map(|hold| hold.until).min()
     }
 
@@ -179,6 +182,17 @@ impl Held {
         for key in &gone {
             inner.drop_hold(key);
         }
+    }
+
+    /// How many unsettled events of a group this process has, or gave back itself.
+    pub(crate) fn of_group(&self, group: u64) -> usize {
+        let now = Instant::now();
+        let inner = self.inner.lock();
+        let held = inner.holds.iter();
+        let held = held.filter(|(key, hold)| key.1 == group && hold.until > now);
+        let waits =
+            |(key, note): &(&Key, &Note)| key.1 == group && note.due.is_some_and(|due| due > now);
+        held.count() + inner.notes.iter().filter(waits).count()
     }
 
     /// How many events of a group wait in a stream, as far as this process knows: all of them, and those

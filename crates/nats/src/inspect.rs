@@ -4,9 +4,7 @@
 //! `waiting` has the events that this process gave back, and those of other processes count as in flight.
 //! `behind` is exact unless a pattern cannot be a filter; then it is an upper bound.
 
-use everbus_core::{
-    Cursor, GroupInfo, GroupName, Lag, Position, Result, StreamLag, Timestamp,
-};
+use everbus_core::{Cursor, GroupInfo, GroupName, Lag, Position, Result, StreamLag, Timestamp};
 use futures_util::future::try_join_all;
 
 use crate::api::Which;

@@ -14,6 +14,7 @@
 //! | dead letter | a message in `DLQ`, then `+TERM` |
 //! | order by key | one process at a time (a pinned client), which keeps the order (`ordered`) |
 //! | log | direct reads of the streams |
+//! | values by key | a bucket of NATS: the stream `KV_name` (`kv`) |
 //!
 //! What the server cannot do is in [`Capabilities`](everbus_core::Capabilities): leases have no fence, and
 //! deliveries are counted instead of attempts.
@@ -29,6 +30,7 @@ mod errors;
 mod groups;
 mod held;
 mod inspect;
+mod kv;
 mod log;
 mod names;
 mod ordered;
@@ -58,6 +60,7 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
         shared: Arc::new(Shared::new(link, space, options)),
     });
     let mut engine = Engine::new(nats.clone());
-    engine.log = Some(nats);
+    engine.log = Some(nats.clone());
+    engine.kv = Some(nats);
     Ok(engine)
 }

@@ -6,13 +6,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{
-    BoxFuture, Cursor, Log, Pattern, Position, Recorded, Result, StartFrom,
-};
+use everbus_core::{BoxFuture, Cursor, Log, Pattern, Position, Recorded, Result, StartFrom};
 
 use crate::api::{Stored, Which};
 use crate::broker::{Nats, Shared};
-use crate::streams::StreamHandle;
+use crate::streams::{self, StreamHandle};
 use crate::wire::{self, Around};
 
 /// How many messages are read in one request.
@@ -39,14 +37,20 @@ impl Shared {
     /// The end of every stream.
     async fn head(&self) -> Result<Cursor> {
         let mut cursor = Cursor::START;
-        if let Some(table) = self.table_if_any().await? {
-            for stream in &table.streams {
-                if let Some(info) = self.link.stream(&stream.name).await? {
-                    cursor.advance(Position::new(stream.shard, info.state.last_seq));
-                }
+        for stream in self.readable().await? {
+            if let Some(info) = self.link.stream(&stream.name).await? {
+                cursor.advance(Position::new(stream.shard, info.state.last_seq));
             }
         }
         Ok(cursor)
+    }
+
+    /// The declared streams; all that Everbus made if none are declared here.
+    async fn readable(&self) -> Result<Vec<Arc<StreamHandle>>> {
+        match self.known_table() {
+            Some(table) => Ok(table.streams.clone()),
+            None => streams::discover(&self.link, &self.space, &self.options).await,
+        }
     }
 
     /// Reads up to `limit` matching events of a stream after a sequence, and how far that was.
@@ -77,7 +81,10 @@ impl Shared {
             let mut page = self.link.messages(&stream.name, &which).await?;
             if page.is_empty() {
                 // Nothing more on this replica: ask the leader.
-                let which = Which { batch: None, ..which };
+                let which = Which {
+                    batch: None,
+                    ..which
+                };
                 page.extend(self.link.message(&stream.name, &which).await?);
             }
             let Some(last) = page.last() else {
@@ -135,16 +142,17 @@ impl Log for Nats {
             let _running = self.shared.link.enter()?;
             let mut reached = after.clone();
             let mut found = Vec::new();
-            let Some(table) = self.shared.table_if_any().await? else {
-                return Ok((found, reached));
-            };
-            for stream in &table.streams {
+            let streams = self.shared.readable().await?;
+            for stream in &streams {
                 if found.len() >= limit {
                     break;
                 }
                 let from = after.place(stream.shard);
                 let room = limit - found.len();
-                let (records, at) = self.shared.read_stream(stream, from, &patterns, room).await?;
+                let (records, at) = self
+                    .shared
+                    .read_stream(stream, from, &patterns, room)
+                    .await?;
                 found.extend(records);
                 reached.advance(Position::new(stream.shard, at));
             }
@@ -156,20 +164,18 @@ impl Log for Nats {
         Box::pin(async move {
             let shared = &self.shared;
             let _running = shared.link.enter()?;
-            let Some(table) = shared.table_if_any().await? else {
-                return Ok(Cursor::START);
-            };
+            let streams = shared.readable().await?;
             let mut cursor = match from {
                 StartFrom::First | StartFrom::Time(_) => Cursor::START,
                 StartFrom::New => return shared.head().await,
                 StartFrom::Last => {
-                    let newest = shared.newest(&table, &patterns).await?;
+                    let newest = shared.newest(&streams, &patterns).await?;
                     let Some((name, seq)) = newest else {
                         return shared.head().await;
                     };
                     let head = shared.head().await?;
                     let mut cursor = Cursor::START;
-                    for stream in &table.streams {
+                    for stream in &streams {
                         let place = match stream.name == name {
                             true => seq - 1,
                             false => head.place(stream.shard),
@@ -180,7 +186,7 @@ impl Log for Nats {
                 }
             };
             if let StartFrom::Time(time) = from {
-                for stream in &table.streams {
+                for stream in &streams {
                     let place = shared.before_time(stream, time).await?;
                     cursor.advance(Position::new(stream.shard, place));
                 }

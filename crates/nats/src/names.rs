@@ -235,7 +235,7 @@ pub(crate) fn encoded(name: &str) -> String {
 mod tests {
     use super::*;
 
-    // conformance: nats/odd-types: a type that a subject cannot carry is encoded and read back
+    // conformance: contract/nats-odd-types: a type that a subject cannot carry is encoded and read back
     #[test]
     fn every_type_reads_back() {
         let wide = "ß".repeat(255);
@@ -267,8 +267,25 @@ mod tests {
 
     #[test]
     fn a_filter_selects_what_its_pattern_matches() {
-        let patterns = ["*", "order.*", "system.>", "*.x", "*.>", "a b", "order.placed", "*.*"];
-        let types = ["order.placed", "system.x", "order.x", "a b", "system", "order", "a.b.c"];
+        let patterns = [
+            "*",
+            "order.*",
+            "system.>",
+            "*.x",
+            "*.>",
+            "a b",
+            "order.placed",
+            "*.*",
+        ];
+        let types = [
+            "order.placed",
+            "system.x",
+            "order.x",
+            "a b",
+            "system",
+            "order",
+            "a.b.c",
+        ];
         for text in patterns {
             let pattern = Pattern::new(text).unwrap();
             let filters = filters(Naming::Single, [&pattern]).unwrap();

@@ -2,6 +2,9 @@
 //!
 //! The server delivers the messages of an ordered group to one process at a time (a *pinned* client). That
 //! process keeps the order: a message whose key is in use is parked here, under its lease.
+//!
+//! A process that takes the group over from another one begins once nothing is unsettled that it does not have
+//! itself: events that the other one had are acked by then, or have come again.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
@@ -18,7 +21,9 @@ pub(crate) struct Keys {
     /// How many readers of the group there are.
     readers: usize,
     /// The server's name for this process, while it is the one that gets the messages.
-    pub(crate) pin: Option<String>,
+    pin: Option<String>,
+    /// Another process may still have events: nothing with a key is handed out.
+    shut: bool,
 }
 
 struct Seen {
@@ -43,6 +48,35 @@ impl Keys {
         self.clear()
     }
 
+    pub(crate) fn pin(&self) -> Option<String> {
+        self.pin.clone()
+    }
+
+    /// The server sends the messages here from now on. True if it did not before.
+    pub(crate) fn pinned(&mut self, pin: &str) -> bool {
+        if self.pin.as_deref() == Some(pin) {
+            return false;
+        }
+        self.pin = Some(pin.to_owned());
+        self.shut = true;
+        true
+    }
+
+    /// The server sends the messages elsewhere. What was parked comes to the other process once its lease
+    /// ends.
+    pub(crate) fn unpinned(&mut self) {
+        self.pin = None;
+        drop(self.clear());
+    }
+
+    pub(crate) fn is_shut(&self) -> bool {
+        self.shut
+    }
+
+    pub(crate) fn open(&mut self) {
+        self.shut = false;
+    }
+
     /// Forgets all keys, and returns what is parked.
     pub(crate) fn clear(&mut self) -> Vec<Item> {
         self.by_key.clear();
@@ -59,7 +93,7 @@ impl Keys {
         let of_key = self.by_key.entry(key).or_default();
         let seen = of_key.entry(seq).or_insert(Seen { out: false, forget });
         seen.forget = seen.forget.max(forget);
-        if is_next(of_key, seq) {
+        if !self.shut && is_next(of_key, seq) {
             if let Some(seen) = of_key.get_mut(&seq) {
                 seen.out = true;
             }
@@ -96,7 +130,10 @@ impl Keys {
             item.came = Instant::now();
             replies.push(item.reply.clone());
             if let Some(key) = item.key()
-                && let Some(seen) = self.by_key.get_mut(&key).and_then(|k| k.get_mut(&item.seq()))
+                && let Some(seen) = self
+                    .by_key
+                    .get_mut(&key)
+                    .and_then(|k| k.get_mut(&item.seq()))
             {
                 seen.forget = forget;
             }
@@ -109,11 +146,11 @@ impl Keys {
     }
 
     /// An event of a key is finished.
-    pub(crate) fn finish(&mut self, key: (Shard, String), seq: u64) {
-        if let Some(of_key) = self.by_key.get_mut(&key) {
+    pub(crate) fn finish(&mut self, key: &(Shard, String), seq: u64) {
+        if let Some(of_key) = self.by_key.get_mut(key) {
             of_key.remove(&seq);
             if of_key.is_empty() {
-                self.by_key.remove(&key);
+                self.by_key.remove(key);
             }
         }
     }

@@ -27,6 +27,11 @@ const TURN: usize = 256;
 /// The first and the longest time that an event without a handler here is left to other processes.
 const LEFT_FIRST: Duration = Duration::from_secs(1);
 const LEFT_LONGEST: Duration = Duration::from_secs(300);
+/// How often a reader looks at its group: while it has no stream to read, and later.
+const LOOK_FIRST: Duration = Duration::from_millis(300);
+const LOOK: Duration = Duration::from_secs(15);
+/// How often a process that takes over an ordered group asks whether it may begin.
+const TRY_OPEN: Duration = Duration::from_millis(100);
 
 /// A message for the group, under its lease.
 pub(crate) struct Item {
@@ -98,6 +103,7 @@ impl Reader {
         let mut turns = shared.link.turns.clone();
         let mut followed = false;
         let mut kept = Instant::now();
+        let mut looked = Instant::now();
         loop {
             let mut changed = pin!(desk.to_reader.notified());
             changed.as_mut().enable();
@@ -120,6 +126,21 @@ impl Reader {
                     () = closing => {}
                 }
                 continue;
+            }
+            let again = looked
+                + if self.sources.is_empty() {
+                    LOOK_FIRST
+                } else {
+                    LOOK
+                };
+            if again <= Instant::now() {
+                // Another process may have created a stream for the group, or removed the group.
+                looked = Instant::now();
+                match shared.reload(&group).await {
+                    Ok(Some(_)) => {}
+                    Ok(None) => self.report(no_group(&group.name)),
+                    Err(error) => self.report(error),
+                }
             }
             if !followed || version.has_changed().unwrap_or(false) {
                 version.mark_unchanged();
@@ -147,6 +168,10 @@ impl Reader {
                         shared.tell(&reply, "+WPI").await;
                     }
                 }
+                let shut = group.keys.lock().is_shut();
+                if shut && let Err(error) = self.try_open().await {
+                    self.report(error);
+                }
                 let ready = group.keys.lock().ready();
                 self.put(ready);
             }
@@ -158,9 +183,11 @@ impl Reader {
                     Some(Instant::now() + Duration::from_millis(200))
                 }
             };
-            let tick = ordered.then(|| Instant::now() + self.lease / 3);
-            let until = [until, tick].into_iter().flatten().min();
-            let until = until.unwrap_or_else(|| Instant::now() + Duration::from_secs(60));
+            let shut = ordered && group.keys.lock().is_shut();
+            let tick = if shut { TRY_OPEN } else { self.lease / 3 };
+            let tick = ordered.then(|| Instant::now() + tick);
+            let until = [until, tick, Some(again)].into_iter().flatten().min();
+            let until = until.unwrap_or(again);
             tokio::select! {
                 biased;
                 () = closing => {}
@@ -218,7 +245,7 @@ impl Reader {
         let (parked, pin) = match ordered {
             true => {
                 let keys = self.group.keys.lock();
-                (keys.parked(), keys.pin.clone())
+                (keys.parked(), keys.pin())
             }
             false => (0, None),
         };
@@ -242,12 +269,16 @@ impl Reader {
         let link = &self.shared.link;
         let count = self.sources.len();
         if count == 1 {
-            self.sources[0].pull(link, missing, false, turn, pin, ordered).await?;
+            self.sources[0]
+                .pull(link, missing, false, turn, pin, ordered)
+                .await?;
         } else if room >= count {
             let each = (missing / count).max(1);
             for source in &mut self.sources {
                 if source.outstanding(turn, pin.as_ref()) == 0 {
-                    source.pull(link, each, false, turn, pin.clone(), ordered).await?;
+                    source
+                        .pull(link, each, false, turn, pin.clone(), ordered)
+                        .await?;
                 }
             }
         } else if outstanding == 0 {
@@ -276,15 +307,12 @@ impl Reader {
                 None => {
                     let stream = self.sources[index].stream.clone();
                     self.note_pin(&message);
-                    items.extend(self.item(stream, message));
+                    items.extend(self.item(stream, &message));
                 }
                 Some(Status::Alive) => {}
                 Some(Status::Gone) => gone = true,
                 Some(Status::Unpinned) => {
-                    let mut keys = self.group.keys.lock();
-                    keys.pin = None;
-                    // The other process gets what was parked here once its lease ends.
-                    drop(keys.clear());
+                    self.group.keys.lock().unpinned();
                 }
             }
         }
@@ -296,7 +324,10 @@ impl Reader {
         }
         if self.group.record().ordered {
             let mut keys = self.group.keys.lock();
-            wanted = wanted.into_iter().filter_map(|item| keys.arrive(item)).collect();
+            wanted = wanted
+                .into_iter()
+                .filter_map(|item| keys.arrive(item))
+                .collect();
         }
         self.put(wanted);
         if gone {
@@ -315,19 +346,34 @@ impl Reader {
         shared.consumed(&group, Some(self.lease)).await.map(drop)
     }
 
+    /// Begins with an ordered group once this process has everything that is unsettled.
+    async fn try_open(&self) -> Result<()> {
+        let (link, group) = (&self.shared.link, &self.group);
+        let mut unsettled = 0;
+        for source in &self.sources {
+            let info = link.consumer(&source.stream.name, &group.encoded).await?;
+            unsettled += info.map_or(0, |info| info.num_ack_pending);
+        }
+        let ready = self.desk.state.lock().ready.len();
+        let held = self.shared.held.of_group(group.number);
+        let mut keys = group.keys.lock();
+        if unsettled <= (keys.parked() + ready + held) as u64 {
+            keys.open();
+        }
+        Ok(())
+    }
+
     fn note_pin(&self, message: &Message) {
         let headers = message.headers.as_ref();
         if let Some(pin) = headers.and_then(|headers| headers.get("Nats-Pin-Id")) {
-            let mut keys = self.group.keys.lock();
-            if keys.pin.as_deref() != Some(pin.as_str()) {
-                keys.pin = Some(pin.as_str().to_owned());
-                drop(keys);
+            let is_new = self.group.keys.lock().pinned(pin.as_str());
+            if is_new {
                 self.group.freed.notify_waiters();
             }
         }
     }
 
-    fn item(&self, stream: Arc<StreamHandle>, message: Message) -> Option<Item> {
+    fn item(&self, stream: Arc<StreamHandle>, message: &Message) -> Option<Item> {
         let reply = message.reply.as_ref()?;
         let at = place(reply.as_str())?;
         let around = Around {
@@ -402,7 +448,9 @@ impl Reader {
             return;
         }
         let delay = (LEFT_FIRST * (1 << times.saturating_sub(1).min(16))).min(LEFT_LONGEST);
-        shared.held.with_note(key, |note| note.due = Some(now + delay));
+        shared
+            .held
+            .with_note(key, |note| note.due = Some(now + delay));
         shared.tell(&item.reply, &nak(delay)).await;
     }
 
@@ -448,7 +496,7 @@ impl Reader {
         for source in std::mem::take(&mut self.sources) {
             let (stream, messages) = source.end().await;
             for message in messages {
-                if let Some(item) = self.item(stream.clone(), message) {
+                if let Some(item) = self.item(stream.clone(), &message) {
                     self.give_back(&item).await;
                 }
             }

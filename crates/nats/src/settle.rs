@@ -37,14 +37,21 @@ impl Shared {
         }
         let hold = self.held.find(&lease).ok_or_else(lost)?;
         self.append_first(follow_ups).await?;
-        let key = (hold.stream.shard, hold.group.number, hold.record.position.place());
+        let key = (
+            hold.stream.shard,
+            hold.group.number,
+            hold.record.position.place(),
+        );
         let mut after = None;
         match verdict {
             Verdict::Ack | Verdict::Skip { .. } => {
                 self.ask_verdict(&hold, "+ACK").await?;
                 self.held.forget(&key);
             }
-            Verdict::Retry { after: delay, failure } => {
+            Verdict::Retry {
+                after: delay,
+                failure,
+            } => {
                 self.ask_verdict(&hold, &nak(delay)).await?;
                 self.held.with_note(key, |note| {
                     note.failures.push(failure);
@@ -79,10 +86,13 @@ impl Shared {
         let Some(key) = hold.record.event.ordering_key() else {
             return;
         };
-        let (key, seq) = ((hold.stream.shard, key.into_owned()), hold.record.position.place());
+        let (key, seq) = (
+            (hold.stream.shard, key.into_owned()),
+            hold.record.position.place(),
+        );
         let mut keys = hold.group.keys.lock();
         match after {
-            None => keys.finish(key, seq),
+            None => keys.finish(&key, seq),
             Some(after) => keys.give_back(&key, seq, after),
         }
     }
@@ -129,12 +139,17 @@ impl Shared {
             hold.record.received_at,
         )?;
         let seq = position.place().to_string();
-        written.subject = self.space.dead_subject(&hold.stream.short, &hold.group.encoded, &seq);
+        written.subject = self
+            .space
+            .dead_subject(&hold.stream.short, &hold.group.encoded, &seq);
         let headers = &mut written.headers;
         // Not its own: the server would take a dead letter of another group for a repetition.
         headers.insert(wire::MESSAGE_ID, dead_id(hold, died_at));
         headers.insert("Everbus-Event", wire::message_id(event));
-        headers.insert("Everbus-Subject", names::subject(hold.stream.naming, event.event_type()));
+        headers.insert(
+            "Everbus-Subject",
+            names::subject(hold.stream.naming, event.event_type()),
+        );
         headers.insert("Everbus-Group", names::encoded(hold.group.name.as_str()));
         headers.insert("Everbus-Position", position.to_string());
         headers.insert("Everbus-Attempts", attempts.to_string());

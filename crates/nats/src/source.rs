@@ -57,7 +57,10 @@ impl Source {
         let messages = link.client.subscribe(format!("{inbox}.*")).await;
         let messages = messages.map_err(|e| Error::new(Code::Unavailable, e.to_string()))?;
         Ok(Self {
-            api: format!("$JS.API.CONSUMER.MSG.NEXT.{}.{}", stream.name, group.encoded),
+            api: format!(
+                "$JS.API.CONSUMER.MSG.NEXT.{}.{}",
+                stream.name, group.encoded
+            ),
             stream,
             messages,
             inbox,
@@ -99,7 +102,12 @@ impl Source {
             return Ok(());
         }
         self.not_before = None;
-        let expires = if brief { Duration::from_millis(500) } else { EXPIRES };
+        let expires = match (brief, ordered) {
+            (true, _) => Duration::from_millis(500),
+            // A process that asks seldom loses the group to another one.
+            (false, true) => EXPIRES / 6,
+            (false, false) => EXPIRES,
+        };
         let mut body = json!({
             "batch": count,
             "expires": expires.as_nanos() as u64,
@@ -116,7 +124,9 @@ impl Source {
         self.number += 1;
         let reply = format!("{}.{}", self.inbox, self.number);
         let body: Bytes = body.to_string().into();
-        let sent = link.client.publish_with_reply(self.api.clone(), reply, body);
+        let sent = link
+            .client
+            .publish_with_reply(self.api.clone(), reply, body);
         sent.await
             .map_err(|e| Error::new(Code::Unavailable, e.to_string()))?;
         if self.outstanding == 0 {
@@ -143,7 +153,9 @@ impl Source {
         match status.as_u16() {
             100 => return Some(Status::Alive),
             404 | 408 => {
-                self.outstanding = self.outstanding.saturating_sub(pending.unwrap_or(usize::MAX));
+                self.outstanding = self
+                    .outstanding
+                    .saturating_sub(pending.unwrap_or(usize::MAX));
             }
             423 => {
                 self.outstanding = 0;
@@ -155,7 +167,9 @@ impl Source {
                 return Some(Status::Gone);
             }
             _ => {
-                self.outstanding = self.outstanding.saturating_sub(pending.unwrap_or(usize::MAX));
+                self.outstanding = self
+                    .outstanding
+                    .saturating_sub(pending.unwrap_or(usize::MAX));
                 tracing::debug!(target: "everbus::nats", stream = self.stream.name, %status, text, "a pull request ended");
                 if text.contains("Consumer Deleted") || text.contains("Consumer is push") {
                     self.outstanding = 0;

@@ -24,6 +24,7 @@ const DEAD: &str = "DLQ";
 const MADE: &str = "everbus";
 const DIALECT: &str = "everbus.dialect";
 const NAMING: &str = "everbus.naming";
+const SPACE: &str = "everbus.space";
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
 /// The names of a bus on its server: with a path in the URL, several buses share one.
@@ -53,6 +54,11 @@ impl Space {
 
     fn stream(&self, name: &str) -> String {
         format!("{}{}", self.stream_prefix, names::encoded(name))
+    }
+
+    /// The name of a bucket of values.
+    pub(crate) fn bucket(&self, name: &str) -> String {
+        format!("{}{name}", self.stream_prefix)
     }
 
     pub(crate) fn single_stream(&self) -> String {
@@ -198,7 +204,7 @@ pub(crate) async fn declare(
 ) -> Result<Table> {
     let mut streams = Vec::new();
     if routes.is_declared() {
-        for stream in routes.iter() {
+        for stream in &routes {
             streams.push(Arc::new(declare_one(link, space, options, stream).await?));
         }
     } else {
@@ -334,7 +340,7 @@ async fn ensure(
                 "duplicate_window": nanos(window(options, wanted.max_age)),
                 "allow_direct": true,
                 "allow_atomic": true,
-                "metadata": metadata(&wanted),
+                "metadata": metadata(space, &wanted),
             });
             if !link.client.is_server_compatible(2, 12, 0)
                 && let Some(config) = config.as_object_mut()
@@ -351,7 +357,7 @@ async fn ensure(
         let what = format!("the stream {name} is removed and created at the same time");
         return Err(Error::new(Code::Unavailable, what));
     };
-    if let Some(changed) = changes(&info, &name, &subjects, &wanted, options)? {
+    if let Some(changed) = changes(space, &info, &subjects, &wanted, options)? {
         info = link.update_stream(&changed).await?;
     }
     let short = names::encoded(wanted.name);
@@ -363,24 +369,30 @@ fn window(options: &Options, max_age: Option<Duration>) -> Duration {
     max_age.map_or(options.window, |age| age.min(options.window))
 }
 
-fn metadata(wanted: &Wanted<'_>) -> Value {
+fn metadata(space: &Space, wanted: &Wanted<'_>) -> Value {
     let naming = match wanted.naming {
         Naming::Single => "single",
         Naming::Declared => "declared",
     };
-    json!({ MADE: "1", DIALECT: wanted.dialect.as_str(), NAMING: naming })
+    json!({
+        MADE: "1",
+        DIALECT: wanted.dialect.as_str(),
+        NAMING: naming,
+        SPACE: space.own,
+    })
 }
 
 /// The changed configuration of a stream that is there, or `None` if it is as wanted. A stream whose settings
 /// would lose events is refused.
 fn changes(
+    space: &Space,
     info: &StreamInfo,
-    name: &str,
     subjects: &[String],
     wanted: &Wanted<'_>,
     options: &Options,
 ) -> Result<Option<Value>> {
     let config = &info.config;
+    let name = config["name"].as_str().unwrap_or_default();
     let refused = |what: String, hint: &str| {
         let what = format!("the stream {name} exists with other settings: {what}");
         Err(Error::new(Code::InvalidSetting, what).hint(hint))
@@ -440,7 +452,7 @@ fn changes(
             new["num_replicas"] = json!(wanted.copies);
         }
         if let (Some(known), Value::Object(more)) =
-            (new["metadata"].as_object_mut(), metadata(wanted))
+            (new["metadata"].as_object_mut(), metadata(space, wanted))
         {
             known.extend(more);
         }
@@ -519,4 +531,25 @@ pub(crate) async fn undeclared(
     let short = name.strip_prefix(&space.stream_prefix).unwrap_or(name);
     let (name, short) = (name.to_owned(), short.to_owned());
     handle(space, name, short, &info, None, None, options).map(Some)
+}
+
+/// The streams that Everbus made for this space, for a reader that declares none.
+pub(crate) async fn discover(
+    link: &Link,
+    space: &Space,
+    options: &Options,
+) -> Result<Vec<Arc<StreamHandle>>> {
+    let mut streams = Vec::new();
+    for info in link.streams().await? {
+        let config = &info.config;
+        if config["metadata"][SPACE].as_str() != Some(&space.own) {
+            continue;
+        }
+        let name = config["name"].as_str().unwrap_or_default().to_owned();
+        let short = name.strip_prefix(&space.stream_prefix).unwrap_or(&name);
+        let short = short.to_owned();
+        let stream = handle(space, name, short, &info, None, None, options)?;
+        streams.push(Arc::new(stream));
+    }
+    Ok(streams)
 }

@@ -11,7 +11,7 @@
 //! | `Everbus-Type` | the type, where the subject does not say it |
 //! | `Everbus-Attributes` | the attributes as JSON |
 
-use async_nats::HeaderMap;
+use async_nats::{HeaderMap, HeaderValue};
 use bytes::Bytes;
 use everbus_core::{Attributes, Code, Error, Event, EventId, Result, Timestamp};
 use everbus_dialects::{Beside, Dialect, decode_beside, encode};
@@ -37,7 +37,9 @@ impl Written {
         let headers = self.headers.iter();
         let headers = headers.map(|(name, values)| {
             let values = values.iter().map(|value| value.as_str().len());
-            values.map(|length| name.to_string().len() + length + 4).sum::<usize>()
+            values
+                .map(|length| name.to_string().len() + length + 4)
+                .sum::<usize>()
         });
         headers.sum::<usize>() + self.payload.len() + 16
     }
@@ -84,7 +86,10 @@ pub(crate) fn write(
 }
 
 fn unwritable(error: &serde_json::Error) -> Error {
-    Error::new(Code::Internal, format!("an event cannot be written: {error}"))
+    Error::new(
+        Code::Internal,
+        format!("an event cannot be written: {error}"),
+    )
 }
 
 /// A message as it was read: the event, and why it is not one of this stream's dialect, if it is not.
@@ -108,7 +113,7 @@ pub(crate) struct Around<'a> {
 
 /// Reads a message. It never fails: a message that is not of the dialect is an event with the raw bytes.
 pub(crate) fn read(around: Around<'_>, headers: Option<&HeaderMap>, payload: &Bytes) -> Read {
-    let header = |name: &str| headers.and_then(|h| h.get(name)).map(|value| value.as_str());
+    let header = |name: &str| headers.and_then(|h| h.get(name)).map(HeaderValue::as_str);
     let subject_type = names::event_type(around.naming, around.subject);
     let own = header(MARK).and_then(mark);
     if let Some((version, occurred_at, received_at)) = own {
@@ -119,19 +124,31 @@ pub(crate) fn read(around: Around<'_>, headers: Option<&HeaderMap>, payload: &By
         };
         let attributes = match header(ATTRIBUTES) {
             None => Some(None),
-            Some(json) => serde_json::from_str::<Attributes>(json).ok().map(|a| Some(Box::new(a))),
+            Some(json) => serde_json::from_str::<Attributes>(json)
+                .ok()
+                .map(|a| Some(Box::new(a))),
         };
         let body = match around.dialect {
             Dialect::Native => Some(payload.clone()),
-            dialect => decode_beside(payload, dialect, &beside(dialect, &subject_type, around.time))
-                .ok()
-                .map(|event| event.payload().clone()),
+            dialect => decode_beside(
+                payload,
+                dialect,
+                &beside(dialect, &subject_type, around.time),
+            )
+            .ok()
+            .map(|event| event.payload().clone()),
         };
         if let (Some(id), Some(event_type), Some(attributes), Some(body)) =
             (id, event_type, attributes, body)
         {
-            let event =
-                Event::from_stored(id, event_type.into(), version, occurred_at, body, attributes);
+            let event = Event::from_stored(
+                id,
+                event_type.into(),
+                version,
+                occurred_at,
+                body,
+                attributes,
+            );
             return Read {
                 event,
                 received_at,
@@ -167,7 +184,11 @@ fn of_others(
                 .payload(payload.clone())
                 .build()
         }
-        dialect => decode_beside(payload, dialect, &beside(dialect, &subject_type, around.time)),
+        dialect => decode_beside(
+            payload,
+            dialect,
+            &beside(dialect, &subject_type, around.time),
+        ),
     };
     let (event, foreign) = match read {
         Ok(event) => (event, None),
@@ -199,7 +220,14 @@ fn raw(
         ..Attributes::default()
     };
     let attributes = Some(Box::new(attributes));
-    Event::from_stored(id, subject_type.into(), 1, around.time, payload.clone(), attributes)
+    Event::from_stored(
+        id,
+        subject_type.into(),
+        1,
+        around.time,
+        payload.clone(),
+        attributes,
+    )
 }
 
 /// Version, time of the event, time of receipt.
@@ -227,7 +255,7 @@ mod tests {
         }
     }
 
-    // conformance: nats/dialects: an event comes back whole in every dialect, with what its document has no place for
+    // conformance: contract/nats-dialects: an event comes back whole in every dialect, with what its document has no place for
     #[test]
     fn an_event_reads_back_in_every_dialect() {
         let event = Event::builder("orders:order-placed")
@@ -251,7 +279,7 @@ mod tests {
         }
     }
 
-    // conformance: nats/foreign-read: a document that another program wrote is read by its dialect; what is no document keeps its bytes and says why
+    // conformance: contract/nats-foreign-read: a document that another program wrote is read by its dialect; what is no document keeps its bytes and says why
     #[test]
     fn messages_of_others_are_read() {
         let document = Bytes::from_static(

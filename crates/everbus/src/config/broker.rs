@@ -242,7 +242,10 @@ fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> A
     if kind != BrokerKind::Nats
         && let Some(field) = given.next()
     {
-        let what = format!("{} is for a nats broker, and this one is {kind}", field.path);
+        let what = format!(
+            "{} is for a nats broker, and this one is {kind}",
+            field.path
+        );
         let hint = "remove the key, or put user and password into the URL";
         reader.problems.add(field.key_place, what, hint);
         return Access::default();
@@ -261,7 +264,9 @@ fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> A
         Some("true") => access.tls = true,
         Some(file) => (access.tls, access.ca_file) = (true, Some(file.into())),
     }
-    access.raw_foreign = reader.choice(section.get("foreign"), FOREIGN).unwrap_or(false);
+    access.raw_foreign = reader
+        .choice(section.get("foreign"), FOREIGN)
+        .unwrap_or(false);
     access.synced = reader.boolean(section.get("synced")).unwrap_or(false);
     let copies = reader.whole(section.get("copies"), 1..=5, "copies");
     access.copies = copies.and_then(|copies| u32::try_from(copies).ok());

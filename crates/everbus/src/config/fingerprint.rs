@@ -10,7 +10,14 @@ use super::redact::redacted;
 use super::yaml::{Node, Value};
 
 /// Keys whose values are never hashed.
-const SECRET: &[&str] = &["password", "secret", "token", "credential", "creds", "key_file"];
+const SECRET: &[&str] = &[
+    "password",
+    "secret",
+    "token",
+    "credential",
+    "creds",
+    "key_file",
+];
 
 /// The fingerprint of a configuration file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{Clock, Engine, Result, Retention, RetryPolicy, StreamLimit, Streams};
 
+use crate::access::Access;
 use crate::admission::PublishRate;
 #[cfg(feature = "config")]
 use crate::config::{Config, note_config};
@@ -12,7 +13,6 @@ use crate::environment::LONGEST;
 #[cfg(feature = "sqlite")]
 use crate::open::engines::Durable;
 use crate::open::engines::{self, EngineOptions};
-use crate::access::Access;
 use crate::overflow::Overflow;
 use crate::runtime::bus::Bus;
 use crate::runtime::options::{BusOptions, too_long};

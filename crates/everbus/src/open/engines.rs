@@ -106,7 +106,8 @@ fn nats_options(access: Access, clock: Arc<dyn Clock>) -> everbus_nats::Options 
 #[cfg(not(all(feature = "sqlite", feature = "nats")))]
 fn not_built(feature: &str) -> Error {
     let what = format!("this build has no {feature} engine");
-    let hint = format!("build with the feature `{feature}` of the crate everbus");
+    let hint =
+        format!("build with `--features {feature}`, or `--features engines` for all of them");
     Error::new(Code::Unsupported, what).hint(hint)
 }
 
@@ -126,7 +127,8 @@ pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
     }
 }
 
-const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none, nats://HOST for a server";
+const HINT: &str =
+    "use sqlite:FILE or a path for a file, memory: for none, nats://HOST for a server";
 
 fn parse(url: &str) -> Result<Target> {
     let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));

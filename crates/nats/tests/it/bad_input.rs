@@ -14,7 +14,7 @@ async fn refused(url: &str, options: Options) -> Error {
     error
 }
 
-// conformance: nats/wrong-password: wrong credentials are refused with a hint, and are not repeated in the error
+// conformance: contract/nats-wrong-password: wrong credentials are refused with a hint, and are not repeated in the error
 #[tokio::test]
 async fn wrong_credentials_are_refused() {
     let options = NatsOptions::default().user("shop", "right");
@@ -39,7 +39,8 @@ async fn wrong_credentials_are_refused() {
     assert_eq!(refused(&host, options).await.code(), Code::InvalidSetting);
 }
 
-// conformance: nats/credentials: user with password, token, nkey and creds file give access
+// conformance: omni/nats-connect: a connection takes user, password, token and credentials
+// conformance: contract/nats-credentials: user with password, token, nkey and creds file give access
 #[tokio::test]
 async fn tokens_and_nkeys_give_access() {
     let Some(server) = Nats::start(NatsOptions::default().token("t0ken")) else {
@@ -47,7 +48,9 @@ async fn tokens_and_nkeys_give_access() {
     };
     let mut options = Options::default();
     options.token = Some("t0ken".into());
-    let engine = everbus_nats::open(&server.plain_url(), options).await.unwrap();
+    let engine = everbus_nats::open(&server.plain_url(), options)
+        .await
+        .unwrap();
     engine.broker.close().await.unwrap();
     // A seed and its public key, made for this test.
     let seed = "SUACSSL3UAHUDXKFSNVUZRF5UHPMWZ6BFDTJ7M6USDXIEDNPPQYYYCU3VY";
@@ -58,11 +61,13 @@ async fn tokens_and_nkeys_give_access() {
     };
     let mut options = Options::default();
     options.creds = Some(seed.into());
-    let engine = everbus_nats::open(&server.plain_url(), options).await.unwrap();
+    let engine = everbus_nats::open(&server.plain_url(), options)
+        .await
+        .unwrap();
     engine.broker.close().await.unwrap();
 }
 
-// conformance: nats/no-jetstream: a server without JetStream is refused with a hint
+// conformance: contract/nats-no-jetstream: a server without JetStream is refused with a hint
 #[tokio::test]
 async fn a_server_without_jetstream_is_refused() {
     let Some(server) = Nats::start(NatsOptions::default().without_jetstream()) else {
@@ -72,7 +77,7 @@ async fn a_server_without_jetstream_is_refused() {
     assert_eq!(error.code(), Code::Unsupported);
 }
 
-// conformance: nats/unreachable: a server that is not there is Unavailable, with a hint
+// conformance: contract/nats-unreachable: a server that is not there is Unavailable, with a hint
 #[tokio::test]
 async fn a_server_that_is_not_there_is_unavailable() {
     let Some(server) = Nats::start(NatsOptions::default()) else {
@@ -83,7 +88,7 @@ async fn a_server_that_is_not_there_is_unavailable() {
     assert_eq!(error.code(), Code::Unavailable);
 }
 
-// conformance: nats/no-permission: an account that may not use JetStream or its subjects learns which subject it was
+// conformance: contract/nats-no-permission: an account that may not use JetStream or its subjects learns which subject it was
 #[tokio::test]
 async fn an_account_without_permission_learns_what_it_lacks() {
     let users = r#"authorization { users: [
@@ -105,18 +110,22 @@ async fn an_account_without_permission_learns_what_it_lacks() {
     let engine = everbus_nats::open(&as_user("mute"), options).await.unwrap();
     let event = Event::builder("order.placed").build().unwrap();
     let answers = engine.broker.append(vec![event]).await;
-    let error = answers.and_then(|mut answers| answers.remove(0)).unwrap_err();
+    let error = answers
+        .and_then(|mut answers| answers.remove(0))
+        .unwrap_err();
     assert_eq!(error.code(), Code::InvalidSetting, "{error}");
     assert!(error.message().contains("events.order.placed"), "{error}");
 }
 
-// conformance: nats/too-large: an event over the server's limit is refused before it is sent
+// conformance: contract/nats-too-large: an event over the server's limit is refused before it is sent
 #[tokio::test]
 async fn an_event_over_the_limit_is_refused() {
     let Some(server) = Nats::start(NatsOptions::default().max_payload(10_000)) else {
         return;
     };
-    let engine = everbus_nats::open(&server.url(), Options::default()).await.unwrap();
+    let engine = everbus_nats::open(&server.url(), Options::default())
+        .await
+        .unwrap();
     let of = |length: usize| {
         let text = "x".repeat(length);
         Event::builder("order.placed").json(&text).build().unwrap()
@@ -128,5 +137,9 @@ async fn an_event_over_the_limit_is_refused() {
     let refused = engine.broker.append(vec![of(10), of(11_000)]).await;
     assert_eq!(refused.unwrap_err().code(), Code::PayloadTooLarge);
     let answers = engine.broker.append(vec![of(9000)]).await.unwrap();
-    assert_eq!(answers[0].as_ref().unwrap().position.place(), 1, "nothing else was stored");
+    assert_eq!(
+        answers[0].as_ref().unwrap().position.place(),
+        1,
+        "nothing else was stored"
+    );
 }

@@ -71,5 +71,7 @@ impl Harness for Beside {
     }
 }
 
-// conformance: bus/nats-beside: the NATS engine with a SQLite file beside it passes the suite, against a real server
+// conformance: framework/brokers-nats: the same contract holds on NATS with a SQLite file beside it
+// conformance: omni/nats-exactly-once: the window of the server and the inbox absorb duplicates
+// conformance: contract/nats-beside: the NATS engine with a SQLite file beside it passes the suite, against a real server
 everbus_testkit::conformance_tests!(Beside::new());

@@ -46,5 +46,8 @@ impl Harness for OnServer {
     }
 }
 
-// conformance: bus/nats-engine: the NATS engine passes the suite every engine passes, against a real server
+// conformance: contract/engine-nats: the NATS engine passes the suite every engine passes, against a real server
+// conformance: omni/nats-persistent: events, groups and values survive a restart of their clients
+// conformance: omni/nats-kv: values by key are kept in buckets of NATS, with revisions, expiry and watchers
+// conformance: omni/subscribe-nats: a group is a durable pull consumer with filters, start positions, explicit acks and a lease
 everbus_testkit::conformance_tests!(OnServer::new());

@@ -12,7 +12,9 @@ use crate::server;
 use crate::streams::Plain;
 
 fn omni() -> Streams {
-    let messages = Stream::new("MESSAGES", ["message.>"]).unwrap().dialect("omni");
+    let messages = Stream::new("MESSAGES", ["message.>"])
+        .unwrap()
+        .dialect("omni");
     let plain = Stream::new("NOTES", ["note.>"]).unwrap();
     Streams::new([messages, plain]).unwrap()
 }
@@ -68,15 +70,22 @@ async fn a_service_that_speaks_omni_shares_the_subjects() {
         "id": "msg-1", "type": "message.received", "payload": {"text": "hello"},
         "timestamp": "2026-01-01T00:00:00.000Z", "source": "whatsapp", "traceId": "t-1",
     });
-    let sent = plain.0.request("message.received", document.to_string().into());
+    let sent = plain
+        .0
+        .request("message.received", document.to_string().into());
     let ack: Value = serde_json::from_slice(&sent.await.unwrap().payload).unwrap();
     assert_eq!(ack["stream"], "MESSAGES");
-    until("the event of the service", async || seen.lock().unwrap().len() == 1).await;
+    until("the event of the service", async || {
+        seen.lock().unwrap().len() == 1
+    })
+    .await;
     let event = seen.lock().unwrap()[0].clone();
     assert_eq!(event.display_id(), "msg-1");
     assert_eq!(event.json::<Value>().unwrap(), json!({"text": "hello"}));
 
-    let own = Event::builder("message.sent").json(&json!({"text": "hi"})).tenant("t");
+    let own = Event::builder("message.sent")
+        .json(&json!({"text": "hi"}))
+        .tenant("t");
     let own = own.build().unwrap();
     bus.publish(own.clone()).await.unwrap();
     let last = json!({"last_by_subj": "message.sent"});
@@ -88,11 +97,15 @@ async fn a_service_that_speaks_omni_shares_the_subjects() {
     assert_eq!(read["payload"], json!({"text": "hi"}));
     assert_eq!(read["id"], own.id().to_string());
     until("its own event", async || seen.lock().unwrap().len() == 2).await;
-    assert_eq!(seen.lock().unwrap()[1], own, "with what the document has no place for");
+    assert_eq!(
+        seen.lock().unwrap()[1],
+        own,
+        "with what the document has no place for"
+    );
     bus.shutdown().await.unwrap();
 }
 
-// conformance: nats/foreign-message: a foreign message on a subject is dead-lettered with the raw bytes and the reason, and blocks nothing
+// conformance: contract/nats-foreign-message: a foreign message on a subject is dead-lettered with the raw bytes and the reason, and blocks nothing
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_foreign_message_is_dead_lettered_with_its_bytes() {
     let Some(url) = server::account() else { return };
@@ -102,11 +115,18 @@ async fn a_foreign_message_is_dead_lettered_with_its_bytes() {
     listen(&bus, &seen).await;
     let plain = Plain::connect(&url).await;
     let garbage: &[u8] = b"\xff\x00 not a document";
-    plain.0.publish("message.received", garbage.into()).await.unwrap();
+    plain
+        .0
+        .publish("message.received", garbage.into())
+        .await
+        .unwrap();
     plain.0.flush().await.unwrap();
     let own = Event::builder("message.sent").json(&1).build().unwrap();
     bus.publish(own.clone()).await.unwrap();
-    until("the event after it", async || seen.lock().unwrap().len() == 1).await;
+    until("the event after it", async || {
+        seen.lock().unwrap().len() == 1
+    })
+    .await;
     let letters = bus.engine().dead_letters().unwrap();
     let list = async || {
         let page = letters.list(DeadLetterFilter::default(), PageRequest::default());
@@ -117,12 +137,16 @@ async fn a_foreign_message_is_dead_lettered_with_its_bytes() {
     assert_eq!(letter.record.event.payload(), garbage);
     assert_eq!(letter.record.event.event_type(), "message.received");
     assert_eq!(letter.failures[0].kind, FailureKind::Corrupt);
-    assert!(letter.last_error().contains("omni"), "{}", letter.last_error());
+    assert!(
+        letter.last_error().contains("omni"),
+        "{}",
+        letter.last_error()
+    );
     assert_eq!(seen.lock().unwrap().len(), 1, "no handler saw it");
     bus.shutdown().await.unwrap();
 }
 
-// conformance: nats/foreign-raw: by setting, a foreign message goes to the handler as it is
+// conformance: contract/nats-foreign-raw: by setting, a foreign message goes to the handler as it is
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_foreign_message_is_passed_raw_by_setting() {
     let Some(url) = server::account() else { return };
@@ -133,7 +157,11 @@ async fn a_foreign_message_is_passed_raw_by_setting() {
     let seen = Seen::default();
     listen(&bus, &seen).await;
     let plain = Plain::connect(&url).await;
-    plain.0.publish("message.received", "raw".into()).await.unwrap();
+    plain
+        .0
+        .publish("message.received", "raw".into())
+        .await
+        .unwrap();
     plain.0.flush().await.unwrap();
     until("the message", async || seen.lock().unwrap().len() == 1).await;
     assert_eq!(&seen.lock().unwrap()[0].payload()[..], b"raw");

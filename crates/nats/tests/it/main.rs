@@ -1,9 +1,16 @@
 //! Tests of the NATS engine against real servers.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a surprise here is a failed test"
+)]
+
 mod bad_input;
 mod beside;
 mod conformance;
 mod dialects;
 mod faults;
+mod ordered;
 mod server;
 mod streams;

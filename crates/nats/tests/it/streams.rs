@@ -18,12 +18,26 @@ pub(crate) struct Plain(pub(crate) async_nats::Client);
 
 impl Plain {
     pub(crate) async fn connect(url: &str) -> Self {
-        Self(async_nats::connect(url).await.unwrap())
+        let connect = async_nats::ConnectOptions::new();
+        let (scheme, rest) = url.split_once("://").unwrap();
+        let connected = match rest.split_once('@') {
+            None => connect.connect(url).await,
+            Some((who, host)) => {
+                let (user, password) = who.split_once(':').unwrap();
+                let connect = connect.user_and_password(user.to_owned(), password.to_owned());
+                connect.connect(format!("{scheme}://{host}")).await
+            }
+        };
+        Self(connected.unwrap())
     }
 
     pub(crate) async fn api(&self, verb: &str, body: Value) -> Value {
         let body = body.to_string().into();
-        let answer = self.0.request(format!("$JS.API.{verb}"), body).await.unwrap();
+        let answer = self
+            .0
+            .request(format!("$JS.API.{verb}"), body)
+            .await
+            .unwrap();
         serde_json::from_slice(&answer.payload).unwrap()
     }
 }
@@ -60,7 +74,13 @@ pub(crate) fn options() -> ConsumeOptions {
 
 pub(crate) async fn publish(engine: &Engine, event_type: &str) -> everbus_core::Appended {
     let event = Event::builder(event_type).payload("{}").build().unwrap();
-    engine.broker.append(vec![event]).await.unwrap().remove(0).unwrap()
+    engine
+        .broker
+        .append(vec![event])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap()
 }
 
 /// Takes and acks this many, and returns their types in order.
@@ -73,7 +93,13 @@ pub(crate) async fn handle(engine: &Engine, group: &str, count: usize) -> Vec<St
         for delivery in fetched.await.expect("something comes").unwrap() {
             types.push(delivery.record.event.event_type().to_owned());
             let ack = Settlement::new(delivery.lease, Verdict::Ack);
-            engine.broker.settle(vec![ack]).await.unwrap().remove(0).unwrap();
+            engine
+                .broker
+                .settle(vec![ack])
+                .await
+                .unwrap()
+                .remove(0)
+                .unwrap();
         }
     }
     consumer.close().await.unwrap();
@@ -85,7 +111,11 @@ pub(crate) async fn handle(engine: &Engine, group: &str, count: usize) -> Vec<St
 async fn the_omni_table_is_made_as_written() {
     let Some(url) = server::account() else { return };
     let engine = open(&url).await;
-    engine.broker.declare_streams(Streams::omni()).await.unwrap();
+    engine
+        .broker
+        .declare_streams(Streams::omni())
+        .await
+        .unwrap();
     let plain = Plain::connect(&url).await;
     for (name, subject, days) in [
         ("MESSAGES", "message.>", 30),
@@ -101,10 +131,19 @@ async fn the_omni_table_is_made_as_written() {
         let config = &info["config"];
         assert_eq!(config["subjects"], json!([subject]), "{name}");
         assert_eq!(config["storage"], "file", "{name}");
-        assert_eq!(config["max_age"], json!((DAY * days).as_nanos() as u64), "{name}");
+        assert_eq!(
+            config["max_age"],
+            json!((DAY * days).as_nanos() as u64),
+            "{name}"
+        );
     }
     let names = plain.api("STREAM.NAMES", json!({})).await;
-    assert!(!names["streams"].as_array().unwrap().contains(&json!("EVERBUS")));
+    assert!(
+        !names["streams"]
+            .as_array()
+            .unwrap()
+            .contains(&json!("EVERBUS"))
+    );
     // The subject is the type.
     let at = publish(&engine, "message.received").await.position;
     assert_eq!(at.to_string(), "MESSAGES:1");
@@ -116,7 +155,7 @@ async fn the_omni_table_is_made_as_written() {
     assert_eq!(answers[0].as_ref().unwrap_err().code(), Code::NoStream);
 }
 
-// conformance: nats/groups-over-streams: a group consumes every stream that its patterns reach, also one that is declared later, and what an undeclared stream still has
+// conformance: contract/nats-groups-over-streams: a group consumes every stream that its patterns reach, also one that is declared later, and what an undeclared stream still has
 #[tokio::test]
 async fn a_group_spans_streams_and_follows_the_table() {
     let Some(url) = server::account() else { return };
@@ -143,28 +182,40 @@ async fn a_group_spans_streams_and_follows_the_table() {
     assert_eq!(types, ["cart.filled", "mail.left"]);
     let groups = broker.inspect().await.unwrap();
     let all = groups.iter().find(|g| g.name.as_str() == "all").unwrap();
-    assert_eq!((all.behind, all.in_flight, all.waiting), (0, 0, 0), "{all:?}");
+    assert_eq!(
+        (all.behind, all.in_flight, all.waiting),
+        (0, 0, 0),
+        "{all:?}"
+    );
 }
 
-// conformance: nats/undeclared-to-declared: events of the single stream are handled after streams are declared
+// conformance: contract/nats-undeclared-to-declared: events of the single stream are handled after streams are declared
 #[tokio::test]
 async fn the_single_stream_is_finished_after_streams_are_declared() {
     let Some(url) = server::account() else { return };
     let engine = open(&url).await;
-    engine.broker.declare(group("g", &["order.*"])).await.unwrap();
+    engine
+        .broker
+        .declare(group("g", &["order.*"]))
+        .await
+        .unwrap();
     publish(&engine, "order.old").await;
     engine.broker.close().await.unwrap();
     let engine = open(&url).await;
     let declared = table([stream("ORDERS", "order.>")]);
     engine.broker.declare_streams(declared).await.unwrap();
-    engine.broker.declare(group("g", &["order.*"])).await.unwrap();
+    engine
+        .broker
+        .declare(group("g", &["order.*"]))
+        .await
+        .unwrap();
     publish(&engine, "order.new").await;
     let mut types = handle(&engine, "g", 2).await;
     types.sort();
     assert_eq!(types, ["order.new", "order.old"]);
 }
 
-// conformance: nats/shorter-age: an update that would shorten an age is refused unless allowed; a longer one is applied
+// conformance: contract/nats-shorter-age: an update that would shorten an age is refused unless allowed; a longer one is applied
 #[tokio::test]
 async fn a_shorter_age_is_refused_unless_allowed() {
     let Some(url) = server::account() else { return };
@@ -174,7 +225,10 @@ async fn a_shorter_age_is_refused_unless_allowed() {
     engine.broker.declare_streams(aged(30)).await.unwrap();
     let error = engine.broker.declare_streams(aged(7)).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidSetting);
-    assert!(error.hint_text().unwrap().contains("allow_shorter_age"), "{error:?}");
+    assert!(
+        error.hint_text().unwrap().contains("allow_shorter_age"),
+        "{error:?}"
+    );
     let plain = Plain::connect(&url).await;
     let age = async || {
         let info = plain.api("STREAM.INFO.ORDERS", json!({})).await;
@@ -188,7 +242,7 @@ async fn a_shorter_age_is_refused_unless_allowed() {
     assert_eq!(age().await, (DAY * 7).as_nanos() as u64);
 }
 
-// conformance: nats/other-settings: a stream that exists with settings that lose events, or other subjects, is a specific error; a fitting one of another program is used as it is
+// conformance: contract/nats-other-settings: a stream that exists with settings that lose events, or other subjects, is a specific error; a fitting one of another program is used as it is
 #[tokio::test]
 async fn a_stream_of_another_program_is_compared() {
     let Some(url) = server::account() else { return };
@@ -209,7 +263,9 @@ async fn a_stream_of_another_program_is_compared() {
         ("ORDERS", "order.>", "order.placed"),
         ("CARTS", "cart.>", "overlap"),
     ] {
-        let declared = engine.broker.declare_streams(table([stream(name, pattern)]));
+        let declared = engine
+            .broker
+            .declare_streams(table([stream(name, pattern)]));
         let error = declared.await.unwrap_err();
         assert_eq!(error.code(), Code::InvalidSetting, "{error}");
         assert!(error.message().contains(said), "{error}");
@@ -217,20 +273,28 @@ async fn a_stream_of_another_program_is_compared() {
     }
     let fine = table([stream("FINE", "mail.>")]);
     engine.broker.declare_streams(fine).await.unwrap();
-    engine.broker.declare(group("g", &["mail.*"])).await.unwrap();
+    engine
+        .broker
+        .declare(group("g", &["mail.*"]))
+        .await
+        .unwrap();
     publish(&engine, "mail.sent").await;
     assert_eq!(handle(&engine, "g", 1).await, ["mail.sent"]);
     let info = plain.api("STREAM.INFO.FINE", json!({})).await;
     assert_eq!(info["config"]["max_msgs"], 1000, "its own settings stay");
 }
 
-// conformance: nats/replay: the log is read from the server by stream, type and time, and waited on
+// conformance: contract/nats-replay: the log is read from the server by stream, type and time, and waited on
 #[tokio::test]
 async fn the_log_is_read_from_the_server() {
     let Some(url) = server::account() else { return };
     let engine = open(&url).await;
     let declared = table([stream("ORDERS", "order.>"), stream("MAIL", "mail.>")]);
-    engine.broker.declare_streams(declared.clone()).await.unwrap();
+    engine
+        .broker
+        .declare_streams(declared.clone())
+        .await
+        .unwrap();
     let log = engine.log().unwrap();
     assert!(log.head().await.unwrap().is_start());
     let mut at = Vec::new();
@@ -264,7 +328,13 @@ async fn the_log_is_read_from_the_server() {
     let from = log.resolve(StartFrom::Time(time), of("*")).await.unwrap();
     let (read, _) = log.read(from, of("*"), 1000).await.unwrap();
     assert!(read.iter().all(|record| record.received_at >= time));
-    assert_eq!(read.len(), at.iter().filter(|a| a.received_at >= time).count());
+    assert_eq!(
+        read.len(),
+        at.iter().filter(|a| a.received_at >= time).count()
+    );
+    // A reader that declares nothing finds the streams.
+    let other = open(&url).await;
+    assert_eq!(other.log().unwrap().head().await.unwrap(), head);
     let waiting = log.wait_beyond(head);
     let (waited, _) = tokio::join!(waiting, publish(&engine, "mail.b"));
     waited.unwrap();

@@ -86,7 +86,7 @@ async fn an_event_that_keeps_crashing_its_process_is_given_up() {
     assert_eq!(verdict_after(4).await, Verdict::Dead { failure: None });
 }
 
-// conformance: nats/foreign: a message that is not of its stream's dialect is dead-lettered with the raw bytes and the reason, before any handler sees it
+// conformance: contract/nats-foreign: a message that is not of its stream's dialect is dead-lettered with the raw bytes and the reason, before any handler sees it
 #[tokio::test]
 async fn an_event_that_its_engine_could_not_read_is_given_up() {
     let handlers = [handler(RetryPolicy::default(), || Ok(()))];
@@ -95,7 +95,11 @@ async fn an_event_that_its_engine_could_not_read_is_given_up() {
     let verdict_of = async |delivery: &Delivery| verdict(delivery, &handlers).await;
     assert_eq!(verdict_of(&delivery).await, Verdict::Dead { failure: None });
     delivery.retried = true;
-    assert_eq!(verdict_of(&delivery).await, Verdict::Ack, "an operator may send it all the same");
+    assert_eq!(
+        verdict_of(&delivery).await,
+        Verdict::Ack,
+        "an operator may send it all the same"
+    );
 }
 
 // conformance: handlers/idempotent-crash: an event that was handled is never dead-lettered for the crashes of later deliveries.
