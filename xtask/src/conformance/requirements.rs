@@ -35,6 +35,7 @@ pub(super) const AREAS: &[Area] = &[
     subject("handlers", "What handlers deliver"),
     subject("memory", "What the memory delivers"),
     subject("contract", "The contract between engines and runtime"),
+    subject("engines", "The same handlers on PostgreSQL"),
     subject("operations", "Ordinary days of operation"),
     subject("rules", "Delivery rules"),
     subject("faults", "Ways to lose events"),

@@ -60,7 +60,10 @@ pub(crate) async fn open(
             Err(not_built("sqlite"))
         }
         #[cfg(feature = "nats")]
-        Target::Nats(url) => everbus_nats::open(&url, nats_options(options.access, clock)).await,
+        Target::Nats(url) => {
+            let options = nats_options(options.access, clock);
+            Box::pin(everbus_nats::open(&url, options)).await
+        }
         #[cfg(not(feature = "nats"))]
         Target::Nats(_) => Err(not_built("nats")),
         #[cfg(feature = "postgres")]
@@ -70,7 +73,7 @@ pub(crate) async fn open(
                 create: options.create,
                 ..everbus_postgres::Options::default()
             };
-            everbus_postgres::open(&url, options).await
+            Box::pin(everbus_postgres::open(&url, options)).await
         }
         #[cfg(not(feature = "postgres"))]
         Target::Postgres(_) => Err(not_built("postgres")),

@@ -15,6 +15,7 @@ async fn refused(url: &str, options: Options) -> Error {
 }
 
 // conformance: contract/nats-wrong-password: wrong credentials are refused with a hint, and are not repeated in the error
+// needs: nats-server
 #[tokio::test]
 async fn wrong_credentials_are_refused() {
     let options = NatsOptions::default().user("shop", "right");
@@ -41,6 +42,7 @@ async fn wrong_credentials_are_refused() {
 
 // conformance: omni/nats-connect: a connection takes user, password, token and credentials
 // conformance: contract/nats-credentials: user with password, token, nkey and creds file give access
+// needs: nats-server
 #[tokio::test]
 async fn tokens_and_nkeys_give_access() {
     let Some(server) = Nats::start(NatsOptions::default().token("t0ken")) else {
@@ -68,6 +70,7 @@ async fn tokens_and_nkeys_give_access() {
 }
 
 // conformance: contract/nats-no-jetstream: a server without JetStream is refused with a hint
+// needs: nats-server
 #[tokio::test]
 async fn a_server_without_jetstream_is_refused() {
     let Some(server) = Nats::start(NatsOptions::default().without_jetstream()) else {
@@ -78,6 +81,7 @@ async fn a_server_without_jetstream_is_refused() {
 }
 
 // conformance: contract/nats-unreachable: a server that is not there is Unavailable, with a hint
+// needs: nats-server
 #[tokio::test]
 async fn a_server_that_is_not_there_is_unavailable() {
     let Some(server) = Nats::start(NatsOptions::default()) else {
@@ -89,6 +93,7 @@ async fn a_server_that_is_not_there_is_unavailable() {
 }
 
 // conformance: contract/nats-no-permission: an account that may not use JetStream or its subjects learns which subject it was
+// needs: nats-server
 #[tokio::test]
 async fn an_account_without_permission_learns_what_it_lacks() {
     let users = r#"authorization { users: [
@@ -118,6 +123,7 @@ async fn an_account_without_permission_learns_what_it_lacks() {
 }
 
 // conformance: contract/nats-too-large: an event over the server's limit is refused before it is sent
+// needs: nats-server
 #[tokio::test]
 async fn an_event_over_the_limit_is_refused() {
     let Some(server) = Nats::start(NatsOptions::default().max_payload(10_000)) else {

@@ -58,6 +58,7 @@ async fn until(what: &str, mut so: impl AsyncFnMut() -> bool) {
 }
 
 // conformance: omni/nats-interop: a plain NATS client publishes the JSON of the document, and reads what Everbus publishes as the same JSON
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_service_that_speaks_omni_shares_the_subjects() {
     let Some(url) = server::account() else { return };
@@ -106,6 +107,7 @@ async fn a_service_that_speaks_omni_shares_the_subjects() {
 }
 
 // conformance: contract/nats-foreign-message: a foreign message on a subject is dead-lettered with the raw bytes and the reason, and blocks nothing
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_foreign_message_is_dead_lettered_with_its_bytes() {
     let Some(url) = server::account() else { return };
@@ -147,6 +149,7 @@ async fn a_foreign_message_is_dead_lettered_with_its_bytes() {
 }
 
 // conformance: contract/nats-foreign-raw: by setting, a foreign message goes to the handler as it is
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_foreign_message_is_passed_raw_by_setting() {
     let Some(url) = server::account() else { return };

@@ -43,6 +43,7 @@ fn worker() {
 }
 
 // conformance: contract/nats-never-lost: through kills of the server and of workers, connections cut before the reply, a paused server and stopped workers no acknowledged event is lost
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_lost() {
     let Some(server) = Nats::start(NatsOptions::default()) else {
@@ -54,6 +55,7 @@ async fn nothing_is_lost() {
 }
 
 // conformance: contract/nats-never-lost-cluster: with three nodes, one of which is killed or paused at a time, no acknowledged event is lost
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_lost_in_a_cluster() {
     let Some(cluster) = NatsCluster::start() else {
@@ -73,6 +75,7 @@ async fn nothing_is_lost_in_a_cluster() {
 }
 
 // conformance: contract/nats-zombie: a worker that slept past its lease knows it, and its verdict is not sent
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_slept_refuses_its_own_verdict() {
     let Some(server) = Nats::start(NatsOptions::default()) else {
@@ -93,6 +96,7 @@ fn event(n: u64) -> Event {
 }
 
 // conformance: contract/nats-unknown-outcome: a publish whose answer is lost is repeated under its id, and is stored once
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_publish_without_an_answer_is_stored_once() {
     let Some(server) = Nats::start(NatsOptions::default()) else {
@@ -123,6 +127,7 @@ async fn a_publish_without_an_answer_is_stored_once() {
 }
 
 // conformance: contract/nats-away: a server that is away is Unavailable and says whether the publish may have taken effect; the bus goes on by itself
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_is_away_is_waited_for() {
     let Some(server) = Nats::start(NatsOptions::default()) else {
@@ -177,6 +182,7 @@ async fn a_server_that_is_away_is_waited_for() {
 }
 
 // conformance: contract/nats-dead-letter-repeated: a dead letter whose end is repeated after a lost answer is stored once, with its failures once
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_repeated_dead_letter_is_stored_once() {
     let Some(server) = Nats::start(NatsOptions::default()) else {

@@ -24,6 +24,7 @@ async fn ack(engine: &Engine, delivery: Delivery) {
 }
 
 // conformance: contract/nats-ordered-takeover: when another process takes an ordered group over, the events of a key stay in order
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_that_takes_over_keeps_the_order() {
     let Some(url) = server::account() else { return };

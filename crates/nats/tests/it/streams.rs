@@ -107,6 +107,7 @@ pub(crate) async fn handle(engine: &Engine, group: &str, count: usize) -> Vec<St
 }
 
 // conformance: omni/nats-streams: the preset makes the six streams of the document with their subjects, ages and file storage, and SYSTEM and the dead letters of thirty days
+// needs: nats-server
 #[tokio::test]
 async fn the_omni_table_is_made_as_written() {
     let Some(url) = server::account() else { return };
@@ -156,6 +157,7 @@ async fn the_omni_table_is_made_as_written() {
 }
 
 // conformance: contract/nats-groups-over-streams: a group consumes every stream that its patterns reach, also one that is declared later, and what an undeclared stream still has
+// needs: nats-server
 #[tokio::test]
 async fn a_group_spans_streams_and_follows_the_table() {
     let Some(url) = server::account() else { return };
@@ -190,6 +192,7 @@ async fn a_group_spans_streams_and_follows_the_table() {
 }
 
 // conformance: contract/nats-undeclared-to-declared: events of the single stream are handled after streams are declared
+// needs: nats-server
 #[tokio::test]
 async fn the_single_stream_is_finished_after_streams_are_declared() {
     let Some(url) = server::account() else { return };
@@ -216,6 +219,7 @@ async fn the_single_stream_is_finished_after_streams_are_declared() {
 }
 
 // conformance: contract/nats-shorter-age: an update that would shorten an age is refused unless allowed; a longer one is applied
+// needs: nats-server
 #[tokio::test]
 async fn a_shorter_age_is_refused_unless_allowed() {
     let Some(url) = server::account() else { return };
@@ -243,6 +247,7 @@ async fn a_shorter_age_is_refused_unless_allowed() {
 }
 
 // conformance: contract/nats-other-settings: a stream that exists with settings that lose events, or other subjects, is a specific error; a fitting one of another program is used as it is
+// needs: nats-server
 #[tokio::test]
 async fn a_stream_of_another_program_is_compared() {
     let Some(url) = server::account() else { return };
@@ -285,6 +290,7 @@ async fn a_stream_of_another_program_is_compared() {
 }
 
 // conformance: contract/nats-replay: the log is read from the server by stream, type and time, and waited on
+// needs: nats-server
 #[tokio::test]
 async fn the_log_is_read_from_the_server() {
     let Some(url) = server::account() else { return };

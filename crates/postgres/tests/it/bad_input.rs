@@ -31,6 +31,7 @@ async fn refused_with(url: &str, options: Options) -> Error {
 }
 
 // conformance: engines/postgres-bad-input: a wrong password, a missing or foreign database, a newer schema, a read replica and a lack of connections are told apart, with hints
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_cannot_be_used_is_refused_with_a_hint() {
     let Some(server) = Postgres::shared() else {
@@ -81,6 +82,7 @@ async fn what_cannot_be_used_is_refused_with_a_hint() {
 }
 
 // conformance: engines/postgres-bad-input: a wrong password is told as such
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_wrong_password_is_told_as_such() {
     let options = PostgresOptions::default()
@@ -98,6 +100,7 @@ async fn a_wrong_password_is_told_as_such() {
 }
 
 // conformance: engines/postgres-bad-input: a read replica and a server without free connections are told as such
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_and_a_full_server_are_told_as_such() {
     let options = PostgresOptions::default()

@@ -8,6 +8,7 @@ use everbus::{Bus, HandlerError, Json, Router, postgres};
 use everbus_testkit::servers::Postgres;
 
 // conformance: engines/postgres-in-transaction: an effect in the transaction of the ack happens exactly once, whatever its handler does
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_effect_happens_exactly_once() {
     let Some(server) = Postgres::shared() else {

@@ -33,6 +33,7 @@ fn worker() {
 }
 
 // conformance: engines/postgres-never-lost: through kills of the server and of workers, connections cut before the reply, a paused server and stopped workers no acknowledged event is lost
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_lost() {
     let Some(server) = Postgres::start() else {
@@ -44,6 +45,7 @@ async fn nothing_is_lost() {
 }
 
 // conformance: engines/postgres-zombie: a worker that slept past its lease is refused, and the holder's ack is applied
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_slept_is_refused() {
     let Some(server) = Postgres::shared() else {
@@ -60,6 +62,7 @@ async fn a_worker_that_slept_is_refused() {
 }
 
 // conformance: engines/postgres-unknown-outcome: a publish whose answer is lost has an unknown outcome, and its repetition stores it once
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_publish_without_an_answer_is_stored_once() {
     let Some(server) = Postgres::shared() else {
@@ -108,6 +111,7 @@ async fn a_publish_without_an_answer_is_stored_once() {
 }
 
 // conformance: engines/postgres-away: a server that is away is Unavailable; the consumer goes on by itself when it is back
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_is_away_is_waited_for() {
     let Some(server) = Postgres::start() else {

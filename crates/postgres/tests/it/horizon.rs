@@ -33,6 +33,7 @@ async fn insert_slowly(client: &Client, schema: &str) -> i64 {
 }
 
 // conformance: engines/postgres-late-commit: an event that commits after events with higher numbers reaches every group and reader
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_commits_late_is_not_passed_over() {
     let Some(url) = fresh_schema() else { return };
@@ -100,6 +101,7 @@ async fn what_commits_late_is_not_passed_over() {
 }
 
 // conformance: engines/postgres-rolled-back: a number whose transaction was rolled back, or is prepared, holds readers back no longer than that
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_never_commits_holds_nobody_back() {
     let Some(url) = fresh_schema() else { return };
@@ -128,6 +130,7 @@ async fn what_never_commits_holds_nobody_back() {
 }
 
 // conformance: engines/postgres-many-writers: with many writers that commit in any order, several consumers get every event once
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_writers_lose_nothing() {
     const WRITERS: u32 = 6;

@@ -107,6 +107,7 @@ fn rejected(row: OutboxRow, seconds: u64) -> (OutboxRow, RowOutcome) {
 }
 
 // conformance: engines/postgres-outbox-inserts: both insert statements of the specifications work as written on PostgreSQL, NOW() included
+// needs: PostgreSQL
 #[tokio::test]
 async fn the_statements_of_the_specifications_work_as_written() {
     let Some(shop) = Shop::new().await else {
@@ -179,6 +180,7 @@ async fn the_statements_of_the_specifications_work_as_written() {
 }
 
 // conformance: engines/postgres-outbox-transaction: on PostgreSQL an event is relayed if and only if the transaction that enqueued it commits
+// needs: PostgreSQL
 #[tokio::test]
 async fn an_event_is_there_if_and_only_if_the_transaction_committed() {
     let Some(mut shop) = Shop::new().await else {
@@ -256,6 +258,7 @@ async fn the_same_event_waits_once_and_another_body_is_refused() {
 }
 
 // conformance: engines/postgres-outbox-rows: rows of other programs are read on PostgreSQL as on the file; a bad row is its own trouble
+// needs: PostgreSQL
 #[tokio::test]
 async fn rows_of_other_programs_are_read_and_bad_ones_stop_nobody() {
     let Some(shop) = Shop::new().await else {
@@ -316,6 +319,7 @@ async fn rows_of_other_programs_are_read_and_bad_ones_stop_nobody() {
 }
 
 // conformance: engines/postgres-outbox-whole: nothing of an event is lost in the outbox on PostgreSQL, whatever its payload is
+// needs: PostgreSQL
 #[tokio::test]
 async fn every_event_comes_back_as_it_was() {
     let Some(shop) = Shop::new().await else {
@@ -354,6 +358,7 @@ async fn every_event_comes_back_as_it_was() {
 }
 
 // conformance: engines/postgres-outbox-order: a rejected row holds back later rows of its key and no others on PostgreSQL
+// needs: PostgreSQL
 #[tokio::test]
 async fn a_row_that_waits_holds_back_its_key_only() {
     let Some(shop) = Shop::new().await else {
@@ -404,6 +409,7 @@ async fn a_row_that_waits_holds_back_its_key_only() {
 }
 
 // conformance: engines/postgres-outbox-lease: of several relays at once one holds the lease; whoever lost it changes nothing
+// needs: PostgreSQL
 #[tokio::test]
 async fn a_relay_that_lost_its_lease_changes_nothing() {
     let Some(shop) = Shop::new().await else {
@@ -461,6 +467,7 @@ async fn a_relay_that_lost_its_lease_changes_nothing() {
 }
 
 // conformance: engines/postgres-outbox-notify: the commit of an enqueue wakes a waiting relay, of a user's schema and of an engine's
+// needs: PostgreSQL
 #[tokio::test]
 async fn a_commit_wakes_the_relay() {
     let Some(shop) = Shop::new().await else {
@@ -503,6 +510,7 @@ async fn a_commit_wakes_the_relay() {
 }
 
 // conformance: engines/postgres-outbox-dead: a row that fails has a dead letter on PostgreSQL, can be retried, and goes with its age
+// needs: PostgreSQL
 #[tokio::test]
 async fn a_row_that_fails_has_a_dead_letter_and_can_be_retried() {
     let Some(shop) = Shop::new().await else {
@@ -565,6 +573,7 @@ async fn a_row_that_fails_has_a_dead_letter_and_can_be_retried() {
 }
 
 // conformance: engines/postgres-outbox-failed: a dead letter in the database of its outbox sets the row failed, and its retry sets it sent
+// needs: PostgreSQL
 #[tokio::test]
 async fn a_row_shows_the_dead_letter_of_its_event() {
     let Some(url) = fresh_schema() else { return };
@@ -692,6 +701,7 @@ async fn an_outbox_that_is_none_is_refused() {
 }
 
 // conformance: engines/postgres-outbox-sqlx: an event joins a transaction of sqlx, behind a feature
+// needs: PostgreSQL
 #[cfg(feature = "sqlx")]
 #[tokio::test]
 async fn an_event_joins_a_transaction_of_sqlx() {
@@ -730,6 +740,7 @@ async fn an_event_joins_a_transaction_of_sqlx() {
 }
 
 // conformance: engines/postgres-outbox-relays: several relays of one outbox at once publish every committed event, each once
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn several_relays_publish_every_event_once() {
     const WRITERS: u32 = 4;

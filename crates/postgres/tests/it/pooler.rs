@@ -36,6 +36,7 @@ fn pooled(url: &str) -> String {
 }
 
 // conformance: engines/postgres-pooler: publishing, consuming, retries, dead letters, inbox and effects work through a pooler in transaction mode
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn everything_but_sessions_works_through_a_pooler() {
     let Some(server) = Postgres::shared() else {
@@ -63,6 +64,7 @@ async fn everything_but_sessions_works_through_a_pooler() {
 }
 
 // conformance: engines/postgres-pooler-session: an ephemeral group needs a session, which a direct URL gives
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_needs_a_session_needs_a_direct_url() {
     let Some(server) = Postgres::shared() else {

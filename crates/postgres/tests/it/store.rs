@@ -100,6 +100,7 @@ fn failure(text: &str) -> Failure {
 }
 
 // conformance: engines/postgres-events-view: the view events of a PostgreSQL schema has the columns of the specification, and each status shows in its time
+// needs: PostgreSQL
 #[tokio::test]
 async fn the_view_follows_an_event_through_its_life() {
     let Some((engine, db, _)) = set_up().await else {
@@ -171,6 +172,7 @@ async fn the_view_follows_an_event_through_its_life() {
 }
 
 // conformance: engines/postgres-history-index: each history query begins with its index on PostgreSQL, however long the names are
+// needs: PostgreSQL
 #[tokio::test]
 async fn history_queries_use_their_indexes() {
     let Some((engine, db, schema)) = set_up().await else {
@@ -237,6 +239,7 @@ async fn history_queries_use_their_indexes() {
 }
 
 // conformance: engines/postgres-audit-tamper: the audit trail of a PostgreSQL schema refuses changes, and verification names what was changed past the triggers
+// needs: PostgreSQL
 #[tokio::test]
 async fn a_trail_that_was_changed_is_noticed() {
     let Some((engine, db, _)) = set_up().await else {
@@ -329,6 +332,7 @@ async fn a_trail_that_was_changed_is_noticed() {
 }
 
 // conformance: engines/postgres-retention-race: retention on PostgreSQL removes nothing that a group gets again at the same moment
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn retention_and_redelivery_do_not_miss_each_other() {
     let Some((engine, _, _)) = set_up().await else {
