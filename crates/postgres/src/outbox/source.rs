@@ -20,9 +20,7 @@ use crate::session::Bell;
 const STEP: usize = 500;
 /// Old rows removed in one transaction.
 const FORGET: i64 = 500;
-/// How often an outbox is looked at although nothing woke the relay.
-const POLL: Duration = Duration::from_secs(1);
-/// The same where no notification can come: through a pooler without a direct URL.
+/// How often an outbox is looked at where no notification can come: through a pooler without a direct URL.
 const OFTEN: Duration = Duration::from_millis(200);
 /// The pause before the listener connects again.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -65,7 +63,11 @@ pub(crate) fn own_outbox(engine: &Arc<Postgres>) -> Arc<dyn OutboxSource> {
         clock: engine.clock.clone(),
         own: true,
         wake,
-        poll: if has_session { POLL } else { OFTEN },
+        poll: if has_session {
+            engine.options.poll
+        } else {
+            OFTEN
+        },
         listener: Some(tokio::spawn(listening).abort_handle()),
     })
 }
@@ -143,7 +145,11 @@ pub(super) async fn open(url: &str, options: Options) -> Result<Arc<dyn OutboxSo
         access: Access::Other(Box::new(pool)),
         clock: options.clock,
         own,
-        poll: if listener.is_some() { POLL } else { OFTEN },
+        poll: if listener.is_some() {
+            options.poll
+        } else {
+            OFTEN
+        },
         wake,
         listener,
     }))
