@@ -690,6 +690,12 @@ async fn an_outbox_that_is_none_is_refused() {
     };
     assert_eq!(error.code(), Code::Unsupported, "{error}");
     assert!(error.hint_text().unwrap().contains("RENAME"));
+    let init = async || Outbox::init(&url, everbus_postgres::Options::default()).await;
+    assert_eq!(init().await.unwrap_err().code(), Code::Unsupported);
+    db.batch_execute("DROP TABLE event_outbox").await.unwrap();
+    assert!(init().await.unwrap(), "they were missing");
+    assert!(!init().await.unwrap(), "they are there");
+    assert!(open().await.is_ok());
 }
 
 // conformance: engines/postgres-outbox-sqlx: an event joins a transaction of sqlx, behind a feature
