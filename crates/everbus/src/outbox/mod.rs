@@ -134,3 +134,27 @@ impl Outbox {
         everbus_sqlite::outbox::Outbox::open_with(path.as_ref(), options)
     }
 }
+
+/// Opens the outbox of the database that a URL names, `postgres://…`, for a [`Relay`].
+pub async fn open_url(url: &str) -> Result<Arc<dyn OutboxSource>> {
+    #[cfg(feature = "postgres")]
+    return crate::postgres::Outbox::open(url).await;
+    #[cfg(not(feature = "postgres"))]
+    Err(not_built(url))
+}
+
+/// Creates the outbox tables in the database that a URL names, `postgres://…`, all of them or none. Returns
+/// whether they were missing.
+pub async fn init_url(url: &str) -> Result<bool> {
+    #[cfg(feature = "postgres")]
+    return crate::postgres::Outbox::init(url).await;
+    #[cfg(not(feature = "postgres"))]
+    Err(not_built(url))
+}
+
+#[cfg(not(feature = "postgres"))]
+fn not_built(_: &str) -> everbus_core::Error {
+    let what = "this build has no postgres engine";
+    everbus_core::Error::new(everbus_core::Code::Unsupported, what)
+        .hint("build with the feature `postgres` of the crate everbus")
+}

@@ -116,6 +116,13 @@ impl Outbox {
         ambient::inherit(event.into_event()?, self.source.as_ref())
     }
 
+    /// Creates the outbox tables in the database that a URL names, all of them or none: in the schema of the
+    /// URL (`?schema=…`), or in `public`. Returns whether they were missing.
+    pub async fn init(url: &str) -> Result<bool> {
+        let options = everbus_postgres::Options::default();
+        everbus_postgres::outbox::Outbox::init(url, options).await
+    }
+
     /// Opens the outbox of a database for a relay: that of the schema in the URL (`?schema=…`), or of
     /// `public`.
     pub async fn open(url: &str) -> Result<Arc<dyn OutboxSource>> {

@@ -124,6 +124,13 @@ impl Outbox {
         Ok(events.iter().map(everbus_core::Event::id).collect())
     }
 
+    /// Creates the tables of an outbox in a database given by its URL, all of them or none: in the schema that
+    /// the URL names, or in `public`. Returns whether they were missing. The schema of an engine has them
+    /// already.
+    pub async fn init(url: &str, options: Options) -> Result<bool> {
+        source::init(url, options).await
+    }
+
     /// Opens the outbox of a database for a relay: that of the schema in the URL, or of `public`. The tables
     /// must exist.
     pub async fn open(url: &str, options: Options) -> Result<Arc<dyn OutboxSource>> {

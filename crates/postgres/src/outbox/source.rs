@@ -10,7 +10,7 @@ use everbus_core::{
 use tokio::sync::Notify;
 
 use super::enqueue::no_table;
-use super::{PUBLIC, dead, forget, rows};
+use super::{PUBLIC, TABLES, VIEW, dead, forget, rows};
 use crate::Postgres;
 use crate::config::{Options, Target};
 use crate::pool::{Pool, Sql as _, connect, transaction};
@@ -20,9 +20,7 @@ use crate::session::Bell;
 const STEP: usize = 500;
 /// Old rows removed in one transaction.
 const FORGET: i64 = 500;
-/// How often an outbox is looked at although nothing woke the relay.
-const POLL: Duration = Duration::from_secs(1);
-/// The same where no notification can come: through a pooler without a direct URL.
+/// How often an outbox is looked at where no notification can come: through a pooler without a direct URL.
 const OFTEN: Duration = Duration::from_millis(200);
 /// The pause before the listener connects again.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -65,7 +63,11 @@ pub(crate) fn own_outbox(engine: &Arc<Postgres>) -> Arc<dyn OutboxSource> {
         clock: engine.clock.clone(),
         own: true,
         wake,
-        poll: if has_session { POLL } else { OFTEN },
+        poll: if has_session {
+            engine.options.poll
+        } else {
+            OFTEN
+        },
         listener: Some(tokio::spawn(listening).abort_handle()),
     })
 }
@@ -94,16 +96,32 @@ fn wake_on_jump(clock: &dyn Clock, wake: &Arc<Notify>) {
     }));
 }
 
-/// Opens the outbox of a user's schema.
-pub(super) async fn open(url: &str, options: Options) -> Result<Arc<dyn OutboxSource>> {
-    let mut target = Target::parse(url, &options)?;
+/// The connections to the schema that a URL names, or to `public`.
+fn pool_of(url: &str, options: &Options) -> Result<Pool> {
+    let mut target = Target::parse(url, options)?;
     if !url.contains("schema=") {
         target.schema = PUBLIC.to_owned();
     }
     // A relay needs few connections.
     target.pool_size = target.pool_size.min(3);
-    let pool = Pool::new(target.clone(), options.patience);
-    // Connects now, so that opening reports a mistake.
+    Ok(Pool::new(target, options.patience))
+}
+
+/// What a schema has: an outbox, and the tables of an engine.
+async fn look(pool: &Pool) -> Result<(bool, bool)> {
+    let sql = "SELECT to_regclass($1) IS NOT NULL, to_regclass($2) IS NOT NULL";
+    let schema = &pool.target().schema;
+    let [outbox, engine] =
+        ["event_outbox", "dead_letters"].map(|table| format!("{schema}.{table}"));
+    let db = pool.get().await?;
+    let row = db
+        .one("opening the outbox", sql, &[&outbox, &engine])
+        .await?;
+    Ok((crate::rows::get(&row, 0)?, crate::rows::get(&row, 1)?))
+}
+
+/// Refuses a table of the same name that is no outbox.
+async fn check_columns(pool: &Pool) -> Result<()> {
     let needed =
         "SELECT attributes, due, revision, wanted_at, failures FROM everbus.event_outbox LIMIT 0";
     let found = pool
@@ -111,24 +129,46 @@ pub(super) async fn open(url: &str, options: Options) -> Result<Arc<dyn OutboxSo
         .await?
         .query("opening the outbox", needed, &[])
         .await;
-    found.map_err(|e| match e.code() {
-        Code::NotEverbus => no_table().caused_by(e),
+    found.map(drop).map_err(|e| match e.code() {
         Code::Internal => Error::new(
             Code::Unsupported,
-            format!("{target:?} has an event_outbox of another kind"),
+            format!("{:?} has an event_outbox of another kind", pool.target()),
         )
         .hint("rename yours first: ALTER TABLE event_outbox RENAME TO …; nothing was changed")
         .caused_by(e),
         _ => e,
+    })
+}
+
+/// Creates the tables in a user's schema. Returns whether they were missing.
+pub(super) async fn init(url: &str, options: Options) -> Result<bool> {
+    let pool = pool_of(url, &options)?;
+    let (is_there, has_engine) = look(&pool).await?;
+    if has_engine {
+        return Ok(false);
+    }
+    if is_there {
+        check_columns(&pool).await?;
+    }
+    // Also if the table exists: an index or a view of it may be missing.
+    let doing = "making the tables of the outbox";
+    transaction!(pool, doing, |tx| {
+        tx.batch(doing, TABLES).await?;
+        tx.batch(doing, VIEW).await
     })?;
-    let sql = "SELECT EXISTS (SELECT 1 FROM information_schema.tables
-               WHERE table_schema = $1 AND table_name = 'dead_letters')";
-    let row = pool
-        .get()
-        .await?
-        .one("opening the outbox", sql, &[&target.schema])
-        .await?;
-    let own: bool = crate::rows::get(&row, 0)?;
+    Ok(!is_there)
+}
+
+/// Opens the outbox of a user's schema.
+pub(super) async fn open(url: &str, options: Options) -> Result<Arc<dyn OutboxSource>> {
+    let pool = pool_of(url, &options)?;
+    // Connects now, so that opening reports a mistake.
+    let (is_there, own) = look(&pool).await?;
+    if !is_there {
+        return Err(no_table());
+    }
+    check_columns(&pool).await?;
+    let target = pool.target().clone();
     let wake: Arc<Notify> = Arc::default();
     wake_on_jump(&*options.clock, &wake);
     let mut session = target.session().cloned();
@@ -143,7 +183,11 @@ pub(super) async fn open(url: &str, options: Options) -> Result<Arc<dyn OutboxSo
         access: Access::Other(Box::new(pool)),
         clock: options.clock,
         own,
-        poll: if listener.is_some() { POLL } else { OFTEN },
+        poll: if listener.is_some() {
+            options.poll
+        } else {
+            OFTEN
+        },
         wake,
         listener,
     }))

@@ -47,7 +47,9 @@ impl Outbox {
 }
 
 fn refused(event: &Event, error: sqlx::Error) -> Error {
-    let state = error.as_database_error().and_then(sqlx::error::DatabaseError::code);
+    let state = error
+        .as_database_error()
+        .and_then(sqlx::error::DatabaseError::code);
     match state.as_deref() {
         Some("23505") => taken(event).caused_by(error),
         Some("42P01") => no_table().caused_by(error),

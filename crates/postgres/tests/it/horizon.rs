@@ -1,8 +1,9 @@
 //! Events that commit late, out of the order of their numbers.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use everbus_core::{ConsumeOptions, Cursor, Event, GroupName, Pattern, Settlement, Verdict};
+use everbus_core::{ConsumeOptions, Cursor, GroupName, Pattern, Settlement, Verdict};
 use everbus_postgres::tokio_postgres::{Client, NoTls};
 
 use crate::support::{event, fresh_schema, group, open};
@@ -129,70 +130,83 @@ async fn what_never_commits_holds_nobody_back() {
     engine.broker.close().await.unwrap();
 }
 
-// conformance: engines/postgres-many-writers: with many writers that commit in any order, several consumers get every event once
+// conformance: engines/postgres-many-writers: with many writers that commit late, in any order or not at all, a group gets every committed event once
 // needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_writers_lose_nothing() {
-    const WRITERS: u32 = 6;
-    const EACH: u32 = 40;
+    const WRITERS: u64 = 6;
+    const EACH: usize = 40;
     let Some(url) = fresh_schema() else { return };
-    let reading = open(&url).await;
-    reading.broker.declare(group("g")).await.unwrap();
+    let seed = everbus_testkit::model::Random::seed_from_env().unwrap_or_else(new_seed);
+    eprintln!("EVERBUS_SEED={seed}");
+    let engine = open(&url).await;
+    engine.broker.declare(group("g")).await.unwrap();
+    let first = engine
+        .broker
+        .append(vec![event(0)])
+        .await
+        .unwrap()
+        .remove(0);
     let mut writers = Vec::new();
     for writer in 0..WRITERS {
         let url = url.clone();
         writers.push(tokio::spawn(async move {
-            let engine = open(&url).await;
-            let mut ids = Vec::new();
-            for number in 0..EACH {
-                let batch: Vec<Event> = (0..1 + (writer + number) % 3).map(event).collect();
-                ids.extend(batch.iter().map(Event::id));
-                engine.broker.append(batch).await.unwrap();
+            let mut random = everbus_testkit::model::Random::new(seed + writer);
+            let (client, schema) = plain(&url).await;
+            let mut committed = Vec::new();
+            for _ in 0..EACH {
+                let seq = insert_slowly(&client, &schema).await.unsigned_abs();
+                let pause = Duration::from_millis(random.below(12) as u64);
+                tokio::time::sleep(pause).await;
+                if random.one_in(5) {
+                    client.batch_execute("ROLLBACK").await.unwrap();
+                } else {
+                    client.batch_execute("COMMIT").await.unwrap();
+                    committed.push(seq);
+                }
             }
-            engine.broker.close().await.unwrap();
-            ids
+            committed
         }));
     }
-    let mut consumer = reading
+    let wanted = engine
         .broker
-        .consume(GroupName::new("g").unwrap(), options())
-        .await
-        .unwrap();
-    let mut seen = std::collections::BTreeSet::new();
-    let mut expected: Option<std::collections::BTreeSet<_>> = None;
-    while expected.as_ref().is_none_or(|ids| seen.len() < ids.len()) {
-        if expected.is_none() && writers.iter().all(tokio::task::JoinHandle::is_finished) {
-            let mut all = std::collections::BTreeSet::new();
+        .consume(GroupName::new("g").unwrap(), options());
+    let mut consumer = wanted.await.unwrap();
+    let mut expected = BTreeSet::from([first.unwrap().position.place()]);
+    let mut seen = BTreeSet::new();
+    while !writers.is_empty() || seen.len() < expected.len() {
+        if writers.iter().all(tokio::task::JoinHandle::is_finished) {
             for writer in writers.drain(..) {
-                all.extend(writer.await.unwrap());
+                expected.extend(writer.await.unwrap());
             }
-            expected = Some(all);
         }
-        let fetched = tokio::time::timeout(Duration::from_millis(200), consumer.fetch(64)).await;
+        let fetched = tokio::time::timeout(Duration::from_secs(5), consumer.fetch(64)).await;
         let Ok(batch) = fetched else {
-            let all = expected.as_ref().map_or(0, std::collections::BTreeSet::len);
+            let missing: Vec<_> = expected.difference(&seen).collect();
             assert!(
-                expected.is_none() || seen.len() == all,
-                "{} of {all}",
-                seen.len()
+                !writers.is_empty() || missing.is_empty(),
+                "never came: {missing:?}"
             );
             continue;
         };
-        let batch = batch.unwrap();
         let mut acks = Vec::new();
-        for delivery in batch {
-            assert!(
-                seen.insert(delivery.record.event.id()),
-                "an event came twice"
-            );
+        for delivery in batch.unwrap() {
+            let position = delivery.record.position.place();
+            assert!(seen.insert(position), "event {position} came twice");
             acks.push(Settlement::new(delivery.lease, Verdict::Ack));
         }
-        for answer in reading.broker.settle(acks).await.unwrap() {
-            answer.unwrap();
-        }
+        let answers = engine.broker.settle(acks).await.unwrap();
+        assert!(answers.iter().all(Result::is_ok), "{answers:?}");
     }
-    assert_eq!(Some(seen), expected);
-    reading.broker.close().await.unwrap();
+    assert_eq!(seen, expected);
+    engine.broker.close().await.unwrap();
+}
+
+/// The random part of a new id.
+fn new_seed() -> u64 {
+    let id = everbus_core::EventId::new();
+    let random = id.as_bytes()[8..].iter();
+    random.fold(0, |seed, byte| (seed << 7) ^ u64::from(*byte))
 }
 
 fn options() -> ConsumeOptions {

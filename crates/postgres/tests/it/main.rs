@@ -14,5 +14,6 @@ mod faults;
 mod horizon;
 mod outbox;
 mod pooler;
+mod speed;
 mod store;
 mod support;

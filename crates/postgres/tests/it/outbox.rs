@@ -474,23 +474,27 @@ async fn a_commit_wakes_the_relay() {
         return;
     };
     let url = fresh_schema().unwrap();
-    let engine = open(&url).await;
-    let schema = url
-        .split("schema=")
-        .nth(1)
-        .unwrap()
-        .split('&')
-        .next()
-        .unwrap();
-    let own = (
-        engine.outbox().unwrap(),
-        connect(&url).await,
-        Outbox::in_schema(schema),
+    // Nothing is found by looking from time to time.
+    let never = |clock: Arc<dyn everbus_core::Clock>| everbus_postgres::Options {
+        poll: 100 * PATIENCE,
+        ..options(clock)
+    };
+    let engine = everbus_postgres::open(&url, never(Arc::new(shop.clock.clone())));
+    let engine = engine.await.unwrap();
+    let schema = url.split("schema=").nth(1).unwrap();
+    let schema = schema.split('&').next().unwrap();
+    let own = engine.outbox().unwrap();
+    let own = (own, connect(&url).await, Outbox::in_schema(schema));
+    let theirs = Outbox::open(&shop.url, never(Arc::new(shop.clock.clone())));
+    let theirs = (
+        theirs.await.unwrap(),
+        connect(&shop.url).await,
+        Outbox::new(),
     );
-    let theirs = (shop.source().await, connect(&shop.url).await, Outbox::new());
     for (source, mut db, outbox) in [own, theirs] {
-        // Settles: a relay is also woken when it begins to listen.
-        while tokio::time::timeout(Duration::from_millis(300), source.wait(PATIENCE))
+        // A relay is also woken when it begins to listen.
+        let quiet = Duration::from_millis(500);
+        while tokio::time::timeout(quiet, source.wait(PATIENCE))
             .await
             .is_ok()
         {
@@ -499,12 +503,9 @@ async fn a_commit_wakes_the_relay() {
         let tx = db.transaction().await.unwrap();
         outbox.enqueue(&tx, event(None, 1)).await.unwrap();
         tx.commit().await.unwrap();
-        let woken = async {
-            while ready(&source).await.is_empty() {
-                source.wait(PATIENCE).await;
-            }
-        };
-        tokio::time::timeout(PATIENCE, woken).await.unwrap();
+        let woken = tokio::time::timeout(PATIENCE, source.wait(100 * PATIENCE)).await;
+        woken.expect("the commit wakes the relay");
+        assert_eq!(numbers(&ready(&source).await), [1]);
     }
     engine.broker.close().await.unwrap();
 }
@@ -698,6 +699,12 @@ async fn an_outbox_that_is_none_is_refused() {
     };
     assert_eq!(error.code(), Code::Unsupported, "{error}");
     assert!(error.hint_text().unwrap().contains("RENAME"));
+    let init = async || Outbox::init(&url, everbus_postgres::Options::default()).await;
+    assert_eq!(init().await.unwrap_err().code(), Code::Unsupported);
+    db.batch_execute("DROP TABLE event_outbox").await.unwrap();
+    assert!(init().await.unwrap(), "they were missing");
+    assert!(!init().await.unwrap(), "they are there");
+    assert!(open().await.is_ok());
 }
 
 // conformance: engines/postgres-outbox-sqlx: an event joins a transaction of sqlx, behind a feature

@@ -19,8 +19,8 @@ be part of the service's own migrations: everbus outbox init --print-sql | sqlit
 
 #[derive(Debug, Args)]
 pub(crate) struct InitArgs {
-    /// The SQLite database that gets the tables; it is created if there is none
-    #[arg(long, value_name = "FILE", required_unless_present = "print_sql")]
+    /// The database that gets the tables: a file of SQLite, created if there is none, or postgres://…
+    #[arg(long, value_name = "FILE|URL", required_unless_present = "print_sql")]
     outbox: Option<PathBuf>,
 
     /// Print the SQL that creates them, and change nothing
@@ -36,6 +36,9 @@ pub(super) async fn run(args: InitArgs, target: &Target, output: &mut Output) ->
         }
         return output.raw(sql.as_bytes());
     };
+    if let Some(url) = super::url_of(&path) {
+        return init_url(url, target, output).await;
+    }
     refuse_directory_name(&path, "--outbox")?;
     let options = OutboxOptions {
         busy_timeout: target.busy_timeout(),
@@ -68,5 +71,16 @@ pub(super) async fn run(args: InitArgs, target: &Target, output: &mut Output) ->
         OutboxInit::NewTables => format!("made the tables of an outbox in {shown}"),
         OutboxInit::Everbus => format!("{shown} is a file of Everbus and has an outbox anyway"),
         _ => format!("the tables of the outbox are there already in {shown}"),
+    })
+}
+
+async fn init_url(url: &str, target: &Target, output: &mut Output) -> Outcome {
+    let created = target.patiently(everbus::outbox::init_url(url)).await?;
+    if output.is_json() {
+        return output.json(&json!({ "created": created }));
+    }
+    output.line(match created {
+        true => "made the tables of an outbox",
+        false => "the tables of the outbox are there already",
     })
 }

@@ -40,8 +40,8 @@ pub(crate) enum OutboxCommand {
 
 #[derive(Debug, Args)]
 pub(crate) struct WhichArgs {
-    /// The SQLite database with the table event_outbox [default: the file named by --db]
-    #[arg(long, value_name = "FILE")]
+    /// The database with the table event_outbox: a file of SQLite, or postgres://… [default: that of the broker]
+    #[arg(long, value_name = "FILE|URL")]
     outbox: Option<PathBuf>,
 }
 
@@ -171,7 +171,17 @@ fn foreign<'a>(which: &'a WhichArgs, target: &Target) -> Option<&'a Path> {
     (!own.is_some_and(|own| own == path || files::are_same(path, own))).then_some(path)
 }
 
+/// The URL of a database on a server, if the argument is one.
+fn url_of(path: &Path) -> Option<&str> {
+    let text = path.to_str()?;
+    let schemes = ["postgres://", "postgresql://"];
+    schemes.iter().any(|s| text.starts_with(s)).then_some(text)
+}
+
 async fn open_file(path: &Path, target: &Target) -> Outcome<Arc<dyn OutboxSource>> {
+    if let Some(url) = url_of(path) {
+        return Ok(target.patiently(everbus::outbox::open_url(url)).await?);
+    }
     refuse_directory_name(path, "--outbox")?;
     let options = OutboxOptions {
         busy_timeout: target.busy_timeout(),
