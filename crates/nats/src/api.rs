@@ -238,8 +238,18 @@ impl Link {
         config: &Value,
     ) -> Result<Result<ConsumerInfo, ApiError>> {
         let body = json!({ "stream_name": stream, "config": config });
-        self.api(&format!("CONSUMER.CREATE.{stream}.{name}"), &body)
-            .await
+        let verb = format!("CONSUMER.CREATE.{stream}.{name}");
+        let mut tries = 0;
+        loop {
+            let put = self.api(&verb, &body).await?;
+            // The server may still be removing the files of a consumer of this name.
+            let removing = |error: &ApiError| error.err_code == number::CONSUMER_NOT_CREATED;
+            if !put.as_ref().is_err_and(removing) || tries == 20 {
+                return Ok(put);
+            }
+            tries += 1;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
     }
 
     pub(crate) async fn delete_consumer(&self, stream: &str, name: &str) -> Result<()> {

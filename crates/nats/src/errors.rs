@@ -17,6 +17,7 @@ pub(crate) struct ApiError {
 
 /// The numbers of errors that are handled one by one.
 pub(crate) mod number {
+    pub(crate) const CONSUMER_NOT_CREATED: u64 = 10012;
     pub(crate) const CONSUMER_NOT_FOUND: u64 = 10014;
     pub(crate) const NO_MESSAGE: u64 = 10037;
     pub(crate) const STREAM_NOT_FOUND: u64 = 10059;
