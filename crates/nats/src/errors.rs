@@ -57,7 +57,8 @@ impl ApiError {
                 Code::Unavailable,
                 "the stream was removed from the server; open the bus again to create it",
             ),
-            10008 | 10009 | 10075 | 10202 | 10176 => new(
+            // 10158: the same id is being stored.
+            10008 | 10009 | 10075 | 10158 | 10202 | 10176 => new(
                 Code::Unavailable,
                 "the server is busy or elects a leader: the same request may succeed later",
             ),
