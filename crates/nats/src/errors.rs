@@ -26,6 +26,7 @@ pub(crate) mod number {
     pub(crate) const WRONG_LAST_SEQUENCE: u64 = 10071;
     pub(crate) const WRONG_LAST_SEQUENCE_2: u64 = 10164;
     pub(crate) const FILTER_NOT_SUBSET: u64 = 10093;
+    pub(crate) const FILTERS_OVERLAP: u64 = 10138;
     pub(crate) const BATCH_HAS_DUPLICATE: u64 = 10201;
 }
 

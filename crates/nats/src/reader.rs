@@ -136,7 +136,7 @@ impl Reader {
             if again <= Instant::now() {
                 // Another process may have created a stream for the group, or removed the group.
                 looked = Instant::now();
-                match shared.reload(&group).await {
+                match shared.look_again(&group).await {
                     Ok(Some(_)) => {}
                     Ok(None) => self.report(no_group(&group.name)),
                     Err(error) => self.report(error),

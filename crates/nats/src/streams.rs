@@ -129,7 +129,13 @@ impl StreamHandle {
         };
         let wanted: Vec<&Pattern> = patterns.iter().filter(wanted).collect();
         let filters = names::filters(self.naming, wanted)?;
-        Some(filters.iter().map(|filter| self.subject(filter)).collect())
+        let filters = filters.iter().map(|filter| self.subject(filter));
+        // Without a declaration its subjects say what belongs to it.
+        let reached = |filter: &String| {
+            let subjects = &mut self.subjects.iter();
+            self.types.is_some() || subjects.any(|subject| names::overlap(subject, filter))
+        };
+        Some(filters.filter(reached).collect())
     }
 
     /// One filter that covers all of these patterns.
@@ -461,7 +467,7 @@ fn changes(
     Ok((new != *config).then_some(new))
 }
 
-fn texts(value: &Value) -> Vec<String> {
+pub(crate) fn texts(value: &Value) -> Vec<String> {
     let all = value.as_array().map(Vec::as_slice).unwrap_or_default();
     let all = all.iter().filter_map(Value::as_str);
     all.map(str::to_owned).collect()
