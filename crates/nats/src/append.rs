@@ -20,6 +20,8 @@ use crate::wire::{self, Around, Written, message_id};
 
 /// The server stores at most so many messages as one.
 const MOST: usize = 1000;
+/// The headers of an event leave room for those of its dead letter.
+const MOST_HEADERS: usize = 56_000;
 /// A sequence that no stream reaches.
 const NO_SEQUENCE: u64 = 1 << 62;
 /// How long a publish waits for a server that is away or elects a leader.
@@ -96,6 +98,14 @@ impl Shared {
         let mut written = wire::write(event, stream.dialect, stream.naming, received_at)?;
         if written.size() > self.link.max_payload() {
             return Err(self.link.too_large());
+        }
+        if written.size() - written.payload.len() > MOST_HEADERS {
+            let what = format!(
+                "the attributes of the event are larger than {MOST_HEADERS} bytes: a NATS server stores no \
+                 more than 64 KB of headers"
+            );
+            return Err(Error::new(Code::PayloadTooLarge, what)
+                .hint("move large metadata into the payload"));
         }
         written.subject = stream.subject(&written.subject);
         let appended = Appended::new(event.id(), Position::new(stream.shard, 0), received_at);

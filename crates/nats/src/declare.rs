@@ -479,8 +479,11 @@ impl Shared {
         for stream in record.starts.keys() {
             self.link.delete_consumer(stream, encoded).await?;
         }
-        let dead = self.space.dead_subject("*", encoded, "*");
-        self.link.purge(&self.space.dead_stream(), &dead).await?;
+        let dead = self.space.dead_stream();
+        for seq in ["*", "*.payload"] {
+            let letters = self.space.dead_subject("*", encoded, seq);
+            self.link.purge(&dead, &letters).await?;
+        }
         let name: GroupName = record.name.parse()?;
         let gone = self.groups.lock().remove(&name);
         if let Some(group) = gone {
