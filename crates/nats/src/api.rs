@@ -24,6 +24,9 @@ const PATIENCE: Duration = Duration::from_secs(12);
 pub(crate) struct StreamInfo {
     pub(crate) config: Value,
     pub(crate) state: StreamState,
+    /// When it was created. A stream that is removed and created again has another time.
+    #[serde(default)]
+    pub(crate) created: String,
     /// How many subjects the filter selects.
     #[serde(default)]
     pub(crate) total: u64,

@@ -20,6 +20,10 @@ use crate::wire::{self, Around, Written, message_id};
 
 /// The server stores at most so many messages as one.
 const MOST: usize = 1000;
+/// The headers of an event leave room for those of its dead letter.
+const MOST_HEADERS: usize = 56_000;
+/// A sequence that no stream reaches.
+const NO_SEQUENCE: u64 = 1 << 62;
 /// How long a publish waits for a server that is away or elects a leader.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// A batch incomplete, or too many at once: the same request may succeed later.
@@ -95,6 +99,14 @@ impl Shared {
         if written.size() > self.link.max_payload() {
             return Err(self.link.too_large());
         }
+        if written.size() - written.payload.len() > MOST_HEADERS {
+            let what = format!(
+                "the attributes of the event are larger than {MOST_HEADERS} bytes: a NATS server stores no \
+                 more than 64 KB of headers"
+            );
+            return Err(Error::new(Code::PayloadTooLarge, what)
+                .hint("move large metadata into the payload"));
+        }
         written.subject = stream.subject(&written.subject);
         let appended = Appended::new(event.id(), Position::new(stream.shard, 0), received_at);
         Ok((written, appended))
@@ -135,6 +147,8 @@ impl Shared {
         loop {
             let error = match publish().await {
                 Err(error) if error.code() == Code::Unavailable => error,
+                // An earlier try may have been stored, whatever the server says to this one.
+                Err(error) if unknown => return Err(error.with_unknown_outcome()),
                 answer => return answer,
             };
             unknown |= error.outcome_unknown();
@@ -209,9 +223,10 @@ impl Shared {
                 let what = "others publish the same ids all the time";
                 return Err(Error::new(Code::Unavailable, what));
             }
+            let copies = self.copies(stream).await?;
             let asked = new
                 .iter()
-                .map(|index| self.find_id(stream, &events[*index]));
+                .map(|index| self.find_id(stream, &events[*index], copies));
             for (index, found) in new.clone().into_iter().zip(join_all(asked).await) {
                 if let Some(seq) = found? {
                     answers.insert(index, self.known(stream, &events[index], seq).await?);
@@ -286,13 +301,34 @@ impl Shared {
         Err(Error::new(Code::Internal, "a batch is empty"))
     }
 
-    /// The sequence of an event, if the server knows its id. A publish that cannot be stored asks for it: the
-    /// server looks for the id before it compares the last one.
-    async fn find_id(&self, stream: &StreamHandle, event: &Event) -> Result<Option<u64>> {
+    /// How many copies of a stream the server keeps now. They may have changed since it was declared.
+    async fn copies(&self, stream: &StreamHandle) -> Result<u64> {
+        let Some(info) = self.link.stream(&stream.name).await? else {
+            let what = format!("the stream {} was removed from the server", stream.name);
+            return Err(Error::new(Code::Unavailable, what));
+        };
+        Ok(info.config["num_replicas"].as_u64().unwrap_or(1))
+    }
+
+    /// The sequence of an event, if the server knows its id. A publish that cannot be stored asks for it.
+    ///
+    /// The server looks for the id first, and then compares what the publish expects: the last id on a stream
+    /// with one copy, the last sequence on one with several. The other way round it does not work: with one
+    /// copy the sequence is compared before the id, and with several an unexpected id reaches the copies, which
+    /// all give up the stream.
+    async fn find_id(
+        &self,
+        stream: &StreamHandle,
+        event: &Event,
+        copies: u64,
+    ) -> Result<Option<u64>> {
         let (written, _) = self.written(stream, event)?;
         let mut headers = async_nats::HeaderMap::new();
         headers.insert(wire::MESSAGE_ID, message_id(event));
-        headers.insert("Nats-Expected-Last-Msg-Id", "everbus-asks");
+        match copies {
+            0 | 1 => headers.insert("Nats-Expected-Last-Msg-Id", "everbus-asks"),
+            _ => headers.insert("Nats-Expected-Last-Sequence", NO_SEQUENCE.to_string()),
+        }
         let answer = self
             .link
             .ask(&written.subject, Some(headers), Bytes::new())
@@ -303,7 +339,10 @@ impl Shared {
             None if ack.duplicate => Ok(Some(ack.seq)),
             None => Err(Error::new(Code::Internal, "a question was stored")),
             Some(ApiError {
-                err_code: number::WRONG_LAST_MESSAGE_ID,
+                err_code:
+                    number::WRONG_LAST_MESSAGE_ID
+                    | number::WRONG_LAST_SEQUENCE
+                    | number::WRONG_LAST_SEQUENCE_2,
                 ..
             }) => Ok(None),
             Some(error) => Err(error.into_error(&stream.name)),

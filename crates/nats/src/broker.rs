@@ -117,7 +117,7 @@ impl Shared {
         let table = Arc::new(table);
         // Groups that were declared before consume streams that are new, from their beginning.
         for record in groups::list(&self.link, &self.space).await? {
-            self.adopt(&table, &record.name).await?;
+            self.adopt(&table.streams, &record.name).await?;
         }
         *self.table.write() = Some(table.clone());
         for group in self.groups.lock().values() {
@@ -146,24 +146,43 @@ impl Shared {
 
     /// A group as the server has it now; `None` if it was removed.
     pub(crate) async fn reload(&self, group: &Arc<Group>) -> Result<Option<Arc<Record>>> {
-        let Some((record, _)) = groups::load(&self.link, &self.space, &group.encoded).await? else {
+        let known = groups::load(&self.link, &self.space, &group.encoded).await?;
+        let Some((record, revision)) = known else {
             return Ok(None);
         };
-        group.update(record)?;
+        group.update(record, revision)?;
+        Ok(Some(group.record()))
+    }
+
+    /// As [`Self::reload`]; streams that appeared meanwhile are added to the group.
+    pub(crate) async fn look_again(&self, group: &Arc<Group>) -> Result<Option<Arc<Record>>> {
+        let Some(record) = self.reload(group).await? else {
+            return Ok(None);
+        };
+        let mut streams = self.all_streams().await?;
+        streams.retain(|stream| !record.starts.contains_key(&stream.name));
+        if !streams.is_empty() {
+            self.adopt(&streams, &record.name).await?;
+        }
         Ok(Some(group.record()))
     }
 
     /// The group of a record that was just read or written.
-    pub(crate) fn remember(&self, name: &GroupName, record: Record) -> Result<Arc<Group>> {
+    pub(crate) fn remember(
+        &self,
+        name: &GroupName,
+        record: Record,
+        revision: u64,
+    ) -> Result<Arc<Group>> {
         let mut groups = self.groups.lock();
         if let Some(group) = groups.get(name) {
             // A group of this name that was created anew is another one.
             if group.record().created_at == record.created_at {
-                group.update(record)?;
+                group.update(record, revision)?;
                 return Ok(group.clone());
             }
         }
-        let group = Arc::new(Group::new(name.clone(), self.number(), record)?);
+        let group = Arc::new(Group::new(name.clone(), self.number(), record, revision)?);
         groups.insert(name.clone(), group.clone());
         Ok(group)
     }
@@ -387,10 +406,10 @@ impl Broker for Nats {
             let _running = shared.link.enter()?;
             let encoded = names::encoded(group.as_str());
             let known = groups::load(&shared.link, &shared.space, &encoded).await?;
-            let Some((record, _)) = known else {
+            let Some((record, revision)) = known else {
                 return Err(no_group(&group));
             };
-            let known = shared.remember(&group, record)?;
+            let known = shared.remember(&group, record, revision)?;
             // The server counts a lease from when it sent the message.
             shared.consumed(&known, Some(options.lease)).await?;
             let consumer = NatsConsumer::start(shared.clone(), known, options);

@@ -132,7 +132,11 @@ async fn credentials(address: &Address, options: &Options) -> Result<ConnectOpti
             return Ok(connect.nkey(creds.clone()));
         }
         return connect.credentials_file(creds).await.map_err(|error| {
-            let what = format!("the credentials file {creds} cannot be read: {error}");
+            // A mistyped seed is not repeated.
+            let what = match looks_secret(creds) {
+                true => "the credentials are neither a file nor the seed of an nkey".to_owned(),
+                false => format!("the credentials file {creds} cannot be read: {error}"),
+            };
             Error::new(Code::InvalidSetting, what)
                 .hint("broker.creds is the path of a .creds file, or the seed of an nkey")
         });
@@ -149,6 +153,11 @@ async fn credentials(address: &Address, options: &Options) -> Result<ConnectOpti
 /// The seed of a user's nkey: `SU` and 56 characters of base32.
 fn is_seed(text: &str) -> bool {
     text.len() == 58 && text.starts_with("SU") && text.bytes().all(|b| b.is_ascii_alphanumeric())
+}
+
+/// Whether a text may be a seed with a mistake in it.
+fn looks_secret(text: &str) -> bool {
+    text.trim().starts_with('S') && !text.contains(['/', '\\', '.'])
 }
 
 impl Link {

@@ -2,7 +2,7 @@
 
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use everbus_core::{BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Pattern, Result};
 use parking_lot::Mutex;
@@ -46,6 +46,7 @@ impl NatsConsumer {
             no_handler_after: options.no_handler_after,
             sources: Vec::new(),
             next: 0,
+            extra: Instant::now(),
         };
         shared.link.join();
         tokio::spawn(reader.run());

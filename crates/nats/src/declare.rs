@@ -14,7 +14,7 @@ use crate::broker::Shared;
 use crate::errors::number;
 use crate::groups::{self, Group, Record, Subscription};
 use crate::names;
-use crate::streams::{StreamHandle, Table};
+use crate::streams::{self, StreamHandle};
 
 /// A record that others change at the same time is changed again, this often at most.
 const TRIES: usize = 50;
@@ -29,9 +29,20 @@ const PINNED: Duration = Duration::from_secs(15);
 /// Clocks of publishers and server may differ by this much.
 const SKEW: Duration = Duration::from_secs(60);
 
+const FOREIGN: &str = "it was made by another program";
+
+/// What became of a consumer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Put {
+    /// The group wants nothing of the stream and never did.
+    Unwanted,
+    Same,
+    Changed,
+}
+
 impl Shared {
     pub(crate) async fn declare(&self, spec: GroupSpec) -> Result<Vec<SubscriptionInfo>> {
-        let table = self.table_if_any().await?;
+        let streams = self.all_streams().await?;
         let encoded = names::encoded(spec.name.as_str());
         if spec.ephemeral {
             self.be_alive().await?;
@@ -60,27 +71,49 @@ impl Shared {
             let old = record.patterns()?;
             self.add_subscriptions(&mut record, &spec, is_new, &encoded)
                 .await?;
-            if let Some(table) = &table {
-                let start = is_new.then_some(spec.start_from);
-                self.fill_starts(table, &mut record, &old, start).await?;
-            }
+            let start = is_new.then_some(spec.start_from);
+            self.fill_starts(&streams, &mut record, &old, start).await?;
             if is_new {
                 let position = cursor_of(self, &record).await?;
                 for subscription in &mut record.subscriptions {
                     subscription.after = position.to_string();
                 }
             }
-            let changed = is_new || record != before;
-            if changed
-                && !groups::save(&self.link, &self.space, &encoded, &record, revision).await?
-            {
-                continue;
+            let left = match is_new {
+                true => self.left_behind(&record, &encoded).await?,
+                false => Vec::new(),
+            };
+            let mut revision = revision;
+            if is_new || record != before {
+                let saved =
+                    groups::save(&self.link, &self.space, &encoded, &record, revision).await?;
+                let Some(saved) = saved else {
+                    continue;
+                };
+                revision = saved;
             }
-            let group = self.remember(&spec.name, record)?;
+            for stream in left {
+                self.link.delete_consumer(&stream, &encoded).await?;
+            }
+            let group = self.remember(&spec.name, record, revision)?;
             self.consumed(&group, None).await?;
             return declared(&group, &spec);
         }
         Err(busy(&spec.name))
+    }
+
+    /// The streams where a removal that was cut off left a consumer of the group's name.
+    async fn left_behind(&self, record: &Record, encoded: &str) -> Result<Vec<String>> {
+        let mut left = Vec::new();
+        for stream in record.starts.keys() {
+            if let Some(info) = self.link.consumer(stream, encoded).await? {
+                if !is_ours(&info.config) {
+                    return Err(unusable(record, stream, FOREIGN));
+                }
+                left.push(stream.clone());
+            }
+        }
+        Ok(left)
     }
 
     fn new_record(&self, spec: &GroupSpec) -> Result<Record> {
@@ -101,6 +134,7 @@ impl Shared {
             since,
             subscriptions: Vec::new(),
             starts: Default::default(),
+            created: Default::default(),
         })
     }
 
@@ -139,6 +173,18 @@ impl Shared {
         Ok(())
     }
 
+    /// The streams that are declared here, and those that other processes made for this space.
+    pub(crate) async fn all_streams(&self) -> Result<Vec<Arc<StreamHandle>>> {
+        let table = self.table_if_any().await?;
+        let mut all = table.map_or_else(Vec::new, |table| table.streams.clone());
+        for stream in streams::discover(&self.link, &self.space, &self.options).await? {
+            if !all.iter().any(|known| known.name == stream.name) {
+                all.push(stream);
+            }
+        }
+        Ok(all)
+    }
+
     /// How far a group has come in each stream.
     async fn position(&self, record: &Record, encoded: &str) -> Result<Cursor> {
         let mut cursor = cursor_of(self, record).await?;
@@ -157,33 +203,40 @@ impl Shared {
     /// patterns reached is begun at its end.
     async fn fill_starts(
         &self,
-        table: &Table,
+        streams: &[Arc<StreamHandle>],
         record: &mut Record,
         old: &[Pattern],
         start: Option<StartFrom>,
     ) -> Result<()> {
         let patterns = record.patterns()?;
         let last = match start {
-            Some(StartFrom::Last) => self.newest(&table.streams, &patterns).await?,
+            Some(StartFrom::Last) => self.newest(streams, &patterns).await?,
             _ => None,
         };
-        for stream in &table.streams {
+        for stream in streams {
             let reached = |patterns: &[Pattern]| stream.filters(patterns) != Some(Vec::new());
             let known = record.starts.contains_key(&stream.name);
+            if start.is_none() && known && (reached(old) || !reached(&patterns)) {
+                continue;
+            }
+            let Some(info) = self.link.stream(&stream.name).await? else {
+                continue;
+            };
+            let after_all = info.state.last_seq + 1;
             let first = match start {
                 Some(StartFrom::First) => 1,
-                Some(StartFrom::New) => self.end(stream).await? + 1,
+                Some(StartFrom::New) => after_all,
                 Some(StartFrom::Last) => match &last {
                     Some((name, seq)) if *name == stream.name => *seq,
-                    _ => self.end(stream).await? + 1,
+                    _ => after_all,
                 },
                 Some(StartFrom::Time(time)) => self.seq_at(stream, time.minus(SKEW)).await?,
-                None if known && !reached(old) && reached(&patterns) => self.end(stream).await? + 1,
-                None if known => continue,
+                None if known => after_all,
                 // It appeared after the group.
                 None => 1,
             };
             record.starts.insert(stream.name.clone(), first);
+            record.created.insert(stream.name.clone(), info.created);
         }
         Ok(())
     }
@@ -245,17 +298,16 @@ impl Shared {
         }
     }
 
-    /// Adds the streams of a new table to a group that exists.
-    pub(crate) async fn adopt(&self, table: &Table, name: &str) -> Result<()> {
+    /// Adds streams to a group that exists: it consumes them from their beginning.
+    pub(crate) async fn adopt(&self, streams: &[Arc<StreamHandle>], name: &str) -> Result<()> {
         let encoded = names::encoded(name);
         for _ in 0..TRIES {
             let known = groups::load(&self.link, &self.space, &encoded).await?;
-            let Some((mut record, revision)) = known else {
+            let Some((mut record, mut revision)) = known else {
                 return Ok(());
             };
             let missing = |stream: &&Arc<StreamHandle>| !record.starts.contains_key(&stream.name);
-            let missing: Vec<String> = table
-                .streams
+            let missing: Vec<String> = streams
                 .iter()
                 .filter(missing)
                 .map(|stream| stream.name.clone())
@@ -264,82 +316,106 @@ impl Shared {
                 record
                     .starts
                     .extend(missing.into_iter().map(|name| (name, 1)));
-                if !groups::save(&self.link, &self.space, &encoded, &record, revision).await? {
+                let saved =
+                    groups::save(&self.link, &self.space, &encoded, &record, revision).await?;
+                let Some(saved) = saved else {
                     continue;
-                }
+                };
+                revision = saved;
             }
             let patterns = record.patterns()?;
-            for stream in &table.streams {
-                let start = record.starts.get(&stream.name).copied().unwrap_or(1);
-                self.ensure(stream, &encoded, &record, &patterns, start, None)
+            for stream in streams {
+                self.ensure(stream, &encoded, &record, &patterns, None)
                     .await?;
             }
             let name: GroupName = name.parse()?;
             if self.groups.lock().contains_key(&name) {
-                self.remember(&name, record)?;
+                self.remember(&name, record, revision)?;
             }
             return Ok(());
         }
         Err(busy(&name.parse()?))
     }
 
-    /// The streams that the group has a consumer in. Consumers are created and changed as its patterns say;
+    /// The streams that the group has a consumer in. Consumers are created and widened as its patterns say;
     /// with a lease, they get that as well.
     pub(crate) async fn consumed(
         &self,
         group: &Arc<Group>,
         lease: Option<Duration>,
     ) -> Result<Vec<Arc<StreamHandle>>> {
-        let (record, patterns) = (group.record(), group.patterns());
-        let mut streams = Vec::new();
-        for (name, start) in &record.starts {
-            let Some(stream) = self.stream_named(name).await? else {
-                continue;
-            };
-            let there = self.ensure(&stream, &group.encoded, &record, &patterns, *start, lease);
-            if there.await? {
-                streams.push(stream);
+        for _ in 0..TRIES {
+            let (record, patterns) = (group.record(), group.patterns());
+            let (mut streams, mut changed) = (Vec::new(), false);
+            for name in record.starts.keys() {
+                let Some(stream) = self.stream_named(name).await? else {
+                    continue;
+                };
+                let put = self.ensure(&stream, &group.encoded, &record, &patterns, lease);
+                let put = put.await?;
+                changed |= put == Put::Changed;
+                if put != Put::Unwanted {
+                    streams.push(stream);
+                }
+            }
+            // Another process may have widened the same consumers at the same time, and this one's filters
+            // came last: what its record says is put again.
+            if changed {
+                self.reload(group).await?;
+            }
+            if group.record() == record {
+                return Ok(streams);
             }
         }
-        Ok(streams)
+        Err(busy(&group.name))
     }
 
-    /// Creates or changes one consumer. False if the group wants nothing of the stream and never did.
+    /// Creates one consumer, or widens it. What it selects and no subscription wants is acked by readers: a
+    /// narrower filter would pass over events that a newer record wants, or that an older table put here.
     async fn ensure(
         &self,
         stream: &StreamHandle,
         encoded: &str,
         record: &Record,
         patterns: &[Pattern],
-        start: u64,
         lease: Option<Duration>,
-    ) -> Result<bool> {
-        let filters = stream.filters(patterns);
+    ) -> Result<Put> {
+        let wanted = stream.filters(patterns);
         let known = self.link.consumer(&stream.name, encoded).await?;
-        let mut config = match (&known, &filters) {
-            (Some(info), _) => info.config.clone(),
-            (None, Some(none)) if none.is_empty() => return Ok(false),
-            (None, _) => new_consumer(record, encoded, start),
+        let wants_none = wanted.as_ref().is_some_and(Vec::is_empty);
+        let (mut config, filters) = match &known {
+            Some(info) => {
+                check_consumer(&info.config, record, &stream.name)?;
+                let filters = match (wanted, filters_of(&info.config)) {
+                    (Some(wanted), Some(there)) => Some(names::union(&there, &wanted)),
+                    _ => None,
+                };
+                (info.config.clone(), filters)
+            }
+            None if wants_none => return Ok(Put::Unwanted),
+            None => {
+                let start = self.start(record, &stream.name).await?;
+                (new_consumer(record, encoded, start), wanted)
+            }
         };
-        let filters = match filters {
-            Some(none) if none.is_empty() => names::nothing(&stream.subjects).map(|one| vec![one]),
-            filters => filters,
-        };
-        set_filters(&mut config, filters.as_deref());
+        let same = known
+            .as_ref()
+            .is_some_and(|info| filters_of(&info.config) == filters);
+        if !same {
+            set_filters(&mut config, filters.as_deref());
+        }
         if let Some(lease) = lease {
             config["ack_wait"] = json!(lease.as_nanos() as u64);
         }
         if known.is_some_and(|info| info.config == config) {
-            return Ok(true);
+            return Ok(Put::Same);
         }
         let mut put = self
             .link
             .put_consumer(&stream.name, encoded, &config)
             .await?;
-        if put
-            .as_ref()
-            .is_err_and(|e| e.err_code == number::FILTER_NOT_SUBSET)
-        {
+        let refused = [number::FILTER_NOT_SUBSET, number::FILTERS_OVERLAP];
+        if put.as_ref().is_err_and(|e| refused.contains(&e.err_code)) {
             set_filters(&mut config, None);
             put = self
                 .link
@@ -347,7 +423,19 @@ impl Shared {
                 .await?;
         }
         let what = format!("the consumer of {:?} in {}", record.name, stream.name);
-        put.map(|_| true).map_err(|error| error.into_error(&what))
+        put.map(|_| Put::Changed)
+            .map_err(|error| error.into_error(&what))
+    }
+
+    /// Where a new consumer begins. In a stream that was removed and created again, that is its beginning.
+    async fn start(&self, record: &Record, stream: &str) -> Result<u64> {
+        let start = record.starts.get(stream).copied().unwrap_or(1);
+        let Some(created) = record.created.get(stream).filter(|_| start > 1) else {
+            return Ok(start);
+        };
+        let info = self.link.stream(stream).await?;
+        let same = info.is_some_and(|info| info.created == *created);
+        Ok(if same { start } else { 1 })
     }
 
     pub(crate) async fn retract(&self, id: EventId) -> Result<()> {
@@ -364,8 +452,9 @@ impl Shared {
                 break;
             };
             record.subscriptions.retain(|s| s.id != id);
-            if groups::save(&self.link, &self.space, &encoded, &record, revision).await? {
-                let group = self.remember(&name.parse()?, record)?;
+            let saved = groups::save(&self.link, &self.space, &encoded, &record, revision).await?;
+            if let Some(revision) = saved {
+                let group = self.remember(&name.parse()?, record, revision)?;
                 return self.consumed(&group, None).await.map(drop);
             }
         }
@@ -382,15 +471,19 @@ impl Shared {
         self.remove_parts(&encoded, &record).await
     }
 
-    /// The consumers, the dead letters, and the record last: after a crash in between it can be removed again.
+    /// The record first: a reader that finds its consumer gone would create it again by the record. A new group
+    /// of the name removes consumers that a crash left behind.
     pub(crate) async fn remove_parts(&self, encoded: &str, record: &Record) -> Result<()> {
+        let own = self.space.group_subject(encoded);
+        self.link.purge(&self.space.groups_stream(), &own).await?;
         for stream in record.starts.keys() {
             self.link.delete_consumer(stream, encoded).await?;
         }
-        let dead = self.space.dead_subject("*", encoded, "*");
-        self.link.purge(&self.space.dead_stream(), &dead).await?;
-        let own = self.space.group_subject(encoded);
-        self.link.purge(&self.space.groups_stream(), &own).await?;
+        let dead = self.space.dead_stream();
+        for seq in ["*", "*.payload"] {
+            let letters = self.space.dead_subject("*", encoded, seq);
+            self.link.purge(&dead, &letters).await?;
+        }
         let name: GroupName = record.name.parse()?;
         let gone = self.groups.lock().remove(&name);
         if let Some(group) = gone {
@@ -468,6 +561,61 @@ fn new_consumer(record: &Record, encoded: &str, start: u64) -> Value {
         config["priority_timeout"] = json!(PINNED.as_nanos() as u64);
     }
     config
+}
+
+/// A consumer of another program, or with settings under which events are lost, is not used.
+fn check_consumer(config: &Value, record: &Record, stream: &str) -> Result<()> {
+    let wrong = [
+        (!is_ours(config), FOREIGN),
+        (
+            config["ack_policy"].as_str() != Some("explicit"),
+            "its ack policy is not explicit",
+        ),
+        (
+            config["deliver_subject"].is_string(),
+            "it pushes its messages",
+        ),
+        (
+            config["max_deliver"].as_i64().is_some_and(|most| most > 0),
+            "it gives events up after max_deliver deliveries",
+        ),
+        (
+            config["headers_only"].as_bool() == Some(true),
+            "it delivers headers without payloads",
+        ),
+        (
+            config["backoff"].as_array().is_some_and(|b| !b.is_empty()),
+            "its backoff replaces leases",
+        ),
+    ];
+    match wrong.iter().find(|(wrong, _)| *wrong) {
+        Some((_, why)) => Err(unusable(record, stream, why)),
+        None => Ok(()),
+    }
+}
+
+fn is_ours(config: &Value) -> bool {
+    config["metadata"]["everbus"].is_string()
+}
+
+fn unusable(record: &Record, stream: &str, why: &str) -> Error {
+    let what = format!(
+        "the stream {stream} has a consumer for the group {:?} that cannot be used: {why}",
+        record.name
+    );
+    Error::new(Code::InvalidSetting, what)
+        .hint("give the group another name, or remove the consumer from the server")
+}
+
+/// The filters of a consumer; `None` is everything.
+fn filters_of(config: &Value) -> Option<Vec<String>> {
+    let one = config["filter_subject"].as_str().filter(|f| !f.is_empty());
+    if let Some(one) = one {
+        return Some(vec![one.to_owned()]);
+    }
+    let mut several = streams::texts(&config["filter_subjects"]);
+    several.sort();
+    (!several.is_empty()).then_some(several)
 }
 
 fn set_filters(config: &mut Value, filters: Option<&[String]>) {

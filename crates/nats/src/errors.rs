@@ -27,6 +27,7 @@ pub(crate) mod number {
     pub(crate) const WRONG_LAST_SEQUENCE: u64 = 10071;
     pub(crate) const WRONG_LAST_SEQUENCE_2: u64 = 10164;
     pub(crate) const FILTER_NOT_SUBSET: u64 = 10093;
+    pub(crate) const FILTERS_OVERLAP: u64 = 10138;
     pub(crate) const BATCH_HAS_DUPLICATE: u64 = 10201;
 }
 
@@ -58,7 +59,8 @@ impl ApiError {
                 Code::Unavailable,
                 "the stream was removed from the server; open the bus again to create it",
             ),
-            10008 | 10009 | 10075 | 10202 | 10176 => new(
+            // 10158: the same id is being stored.
+            10008 | 10009 | 10075 | 10158 | 10202 | 10176 => new(
                 Code::Unavailable,
                 "the server is busy or elects a leader: the same request may succeed later",
             ),

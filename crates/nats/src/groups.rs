@@ -38,6 +38,9 @@ pub(crate) struct Record {
     pub(crate) subscriptions: Vec<Subscription>,
     /// The first sequence in each stream that the group consumes, by the name on the server.
     pub(crate) starts: BTreeMap<String, u64>,
+    /// When the stream of each start was created: a stream that was created again is read from its beginning.
+    #[serde(default)]
+    pub(crate) created: BTreeMap<String, String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -88,14 +91,16 @@ pub(crate) struct Group {
 #[derive(Clone)]
 struct Known {
     record: Arc<Record>,
+    revision: u64,
     patterns: Arc<[Pattern]>,
 }
 
 impl Group {
-    pub(crate) fn new(name: GroupName, number: u64, record: Record) -> Result<Self> {
+    pub(crate) fn new(name: GroupName, number: u64, record: Record, revision: u64) -> Result<Self> {
         let known = Known {
             patterns: record.patterns()?.into(),
             record: Arc::new(record),
+            revision,
         };
         Ok(Self {
             encoded: names::encoded(name.as_str()),
@@ -116,18 +121,22 @@ impl Group {
         self.known.read().patterns.clone()
     }
 
-    /// Takes over a newer record. True if it differs.
-    pub(crate) fn update(&self, record: Record) -> Result<bool> {
-        if *self.record() == record {
-            return Ok(false);
+    /// Takes over a newer record. An older one, which was read before the newer one, is ignored.
+    pub(crate) fn update(&self, record: Record, revision: u64) -> Result<()> {
+        let patterns = record.patterns()?.into();
+        {
+            let mut known = self.known.write();
+            if revision <= known.revision {
+                return Ok(());
+            }
+            known.revision = revision;
+            if *known.record == record {
+                return Ok(());
+            }
+            (known.patterns, known.record) = (patterns, Arc::new(record));
         }
-        let known = Known {
-            patterns: record.patterns()?.into(),
-            record: Arc::new(record),
-        };
-        *self.known.write() = known;
         self.version.send_modify(|version| *version += 1);
-        Ok(true)
+        Ok(())
     }
 }
 
@@ -170,15 +179,15 @@ pub(crate) async fn list(link: &Link, space: &Space) -> Result<Vec<Record>> {
     Ok(records)
 }
 
-/// Stores a record in place of the revision that was read; 0 if there was none. False if another process was
-/// faster.
+/// Stores a record in place of the revision that was read; 0 if there was none. Returns its revision, or `None`
+/// if another process was faster.
 pub(crate) async fn save(
     link: &Link,
     space: &Space,
     encoded: &str,
     record: &Record,
     revision: u64,
-) -> Result<bool> {
+) -> Result<Option<u64>> {
     let mut headers = HeaderMap::new();
     headers.insert("Nats-Expected-Last-Subject-Sequence", revision.to_string());
     let body = serde_json::to_vec(record)
@@ -186,14 +195,14 @@ pub(crate) async fn save(
     let subject = space.group_subject(encoded);
     let ack = link.publish(&subject, headers, body.into()).await?;
     match ack.error {
-        None => Ok(true),
+        None => Ok(Some(ack.seq)),
         Some(error)
             if matches!(
                 error.err_code,
                 number::WRONG_LAST_SEQUENCE | number::WRONG_LAST_SEQUENCE_2
             ) =>
         {
-            Ok(false)
+            Ok(None)
         }
         Some(error) => {
             Err(error.into_error(&format!("the group {} cannot be stored", record.name)))

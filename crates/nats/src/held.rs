@@ -184,14 +184,15 @@ impl Held {
         }
     }
 
-    /// How many unsettled events of a group this process has, or gave back itself.
-    pub(crate) fn of_group(&self, group: u64) -> usize {
+    /// How many unsettled events of a group and stream this process has, or gave back itself.
+    pub(crate) fn of_group(&self, shard: Shard, group: u64) -> usize {
         let now = Instant::now();
         let inner = self.inner.lock();
         let held = inner.holds.iter();
-        let held = held.filter(|(key, hold)| key.1 == group && hold.until > now);
-        let waits =
-            |(key, note): &(&Key, &Note)| key.1 == group && note.due.is_some_and(|due| due > now);
+        let held = held.filter(|(key, hold)| key.0 == shard && key.1 == group && hold.until > now);
+        let waits = |(key, note): &(&Key, &Note)| {
+            key.0 == shard && key.1 == group && note.due.is_some_and(|due| due > now)
+        };
         held.count() + inner.notes.iter().filter(waits).count()
     }
 

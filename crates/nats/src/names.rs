@@ -20,8 +20,6 @@ const SYSTEM_EVENTS: &str = "events-system.";
 const SYSTEM: &str = "system.";
 /// An empty token.
 const EMPTY: &str = "%e";
-/// No type has this token: a filter with it matches nothing.
-const NEVER: &str = "%none";
 
 /// How types become subjects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -168,26 +166,35 @@ pub(crate) fn filters<'a>(
 ) -> Option<Vec<String>> {
     let mut all: Vec<String> = Vec::new();
     for pattern in patterns {
-        for filter in of_pattern(naming, pattern)? {
-            if all.iter().any(|known| covers(known, &filter)) {
-                continue;
-            }
-            all.retain(|known| !covers(&filter, known));
-            all.push(filter);
-        }
+        all.extend(of_pattern(naming, pattern)?);
     }
-    all.sort();
-    Some(all)
+    Some(union(&all, &[]))
 }
 
-/// A filter inside these subjects that no event has. `None` if every subject is exact.
-pub(crate) fn nothing(subjects: &[String]) -> Option<String> {
-    let wild = subjects.iter().find(|s| s.contains(['*', '>']))?;
-    let tokens = wild.split('.').map(|token| match token {
-        "*" | ">" => NEVER,
-        literal => literal,
-    });
-    Some(tokens.collect::<Vec<_>>().join("."))
+/// The filters that select what either of two selects.
+pub(crate) fn union(one: &[String], other: &[String]) -> Vec<String> {
+    let mut all: Vec<String> = Vec::new();
+    for filter in one.iter().chain(other) {
+        if all.iter().any(|known| covers(known, filter)) {
+            continue;
+        }
+        all.retain(|known| !covers(filter, known));
+        all.push(filter.clone());
+    }
+    all.sort();
+    all
+}
+
+/// Whether a subject exists that both match.
+pub(crate) fn overlap(one: &str, other: &str) -> bool {
+    let (mut one, mut other) = (one.split('.'), other.split('.'));
+    loop {
+        match (one.next(), other.next()) {
+            (Some(">"), Some(_)) | (Some(_), Some(">")) | (None, None) => return true,
+            (Some(a), Some(b)) if a == b || a == "*" || b == "*" => {}
+            _ => return false,
+        }
+    }
 }
 
 /// Whether every subject that `inner` matches is one that `outer` matches.
@@ -305,6 +312,21 @@ mod tests {
         assert_eq!(all, ["a.b", "order.>"]);
         let one = Pattern::new("*").unwrap();
         assert_eq!(filters(Naming::Declared, [&one]), None);
+    }
+
+    #[test]
+    fn subjects_overlap_if_one_matches_both() {
+        for (one, other, expected) in [
+            ("order.>", "order.placed", true),
+            ("order.*", "*.paid", true),
+            ("order.>", "order", false),
+            ("order.*", "order.a.b", false),
+            ("mail.*", "order.>", false),
+            (">", "a.b", true),
+        ] {
+            assert_eq!(overlap(one, other), expected, "{one} {other}");
+            assert_eq!(overlap(other, one), expected, "{other} {one}");
+        }
     }
 
     #[test]

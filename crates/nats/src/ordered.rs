@@ -20,8 +20,13 @@ pub(crate) struct Keys {
     parked: BTreeMap<(String, u64), Item>,
     /// How many readers of the group there are.
     readers: usize,
-    /// The server's name for this process, while it is the one that gets the messages.
-    pin: Option<String>,
+    /// The streams whose messages this process gets. The server decides for each stream on its own.
+    pins: HashMap<Shard, Pin>,
+}
+
+struct Pin {
+    /// The server's name for this process.
+    id: String,
     /// Another process may still have events: nothing with a key is handed out.
     shut: bool,
 }
@@ -44,43 +49,47 @@ impl Keys {
         if self.readers > 0 {
             return Vec::new();
         }
-        self.pin = None;
-        self.clear()
+        self.pins.clear();
+        self.by_key.clear();
+        std::mem::take(&mut self.parked).into_values().collect()
     }
 
-    pub(crate) fn pin(&self) -> Option<String> {
-        self.pin.clone()
+    pub(crate) fn pin(&self, shard: Shard) -> Option<String> {
+        self.pins.get(&shard).map(|pin| pin.id.clone())
     }
 
-    /// The server sends the messages here from now on. True if it did not before.
-    pub(crate) fn pinned(&mut self, pin: &str) -> bool {
-        if self.pin.as_deref() == Some(pin) {
+    /// The server sends the messages of a stream here from now on. True if it did not before.
+    pub(crate) fn pinned(&mut self, shard: Shard, id: &str) -> bool {
+        if self.pins.get(&shard).is_some_and(|pin| pin.id == id) {
             return false;
         }
-        self.pin = Some(pin.to_owned());
-        self.shut = true;
+        let id = id.to_owned();
+        self.pins.insert(shard, Pin { id, shut: true });
         true
     }
 
-    /// The server sends the messages elsewhere. What was parked comes to the other process once its lease
-    /// ends.
-    pub(crate) fn unpinned(&mut self) {
-        self.pin = None;
-        drop(self.clear());
+    /// The server sends the messages of a stream elsewhere. What was parked comes to the other process once its
+    /// lease ends.
+    pub(crate) fn unpinned(&mut self, shard: Shard) {
+        self.pins.remove(&shard);
+        self.by_key.retain(|(of, _), _| *of != shard);
+        self.parked
+            .retain(|_, item| item.record.position.shard() != shard);
     }
 
-    pub(crate) fn is_shut(&self) -> bool {
-        self.shut
+    /// Whether any stream is shut.
+    pub(crate) fn any_shut(&self) -> bool {
+        self.pins.values().any(|pin| pin.shut)
     }
 
-    pub(crate) fn open(&mut self) {
-        self.shut = false;
+    pub(crate) fn is_shut(&self, shard: Shard) -> bool {
+        self.pins.get(&shard).is_some_and(|pin| pin.shut)
     }
 
-    /// Forgets all keys, and returns what is parked.
-    pub(crate) fn clear(&mut self) -> Vec<Item> {
-        self.by_key.clear();
-        std::mem::take(&mut self.parked).into_values().collect()
+    pub(crate) fn open(&mut self, shard: Shard) {
+        if let Some(pin) = self.pins.get_mut(&shard) {
+            pin.shut = false;
+        }
     }
 
     /// A message has come: it may be handed out, or it is parked.
@@ -89,11 +98,12 @@ impl Keys {
             return Some(item);
         };
         let seq = item.seq();
+        let shut = self.is_shut(key.0);
         let forget = Instant::now() + 2 * item.lease;
         let of_key = self.by_key.entry(key).or_default();
         let seen = of_key.entry(seq).or_insert(Seen { out: false, forget });
         seen.forget = seen.forget.max(forget);
-        if !self.shut && is_next(of_key, seq) {
+        if !shut && is_next(of_key, seq) {
             if let Some(seen) = of_key.get_mut(&seq) {
                 seen.out = true;
             }
@@ -143,6 +153,12 @@ impl Keys {
 
     pub(crate) fn parked(&self) -> usize {
         self.parked.len()
+    }
+
+    /// How many messages of a stream are parked.
+    pub(crate) fn parked_of(&self, shard: Shard) -> usize {
+        let of = |item: &&Item| item.record.position.shard() == shard;
+        self.parked.values().filter(of).count()
     }
 
     /// An event of a key is finished.

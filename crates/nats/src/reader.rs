@@ -30,6 +30,8 @@ const LEFT_LONGEST: Duration = Duration::from_secs(300);
 /// How often a reader looks at its group: while it has no stream to read, and later.
 const LOOK_FIRST: Duration = Duration::from_millis(300);
 const LOOK: Duration = Duration::from_secs(15);
+/// How often a process that takes over asks for one message beyond its room.
+const EXTRA: Duration = Duration::from_millis(500);
 /// How often a process that takes over an ordered group asks whether it may begin.
 const TRY_OPEN: Duration = Duration::from_millis(100);
 
@@ -92,6 +94,8 @@ pub(crate) struct Reader {
     pub(crate) no_handler_after: Duration,
     pub(crate) sources: Vec<Source>,
     pub(crate) next: usize,
+    /// When a shut stream may be asked for one message more than there is room for.
+    pub(crate) extra: Instant,
 }
 
 impl Reader {
@@ -136,7 +140,7 @@ impl Reader {
             if again <= Instant::now() {
                 // Another process may have created a stream for the group, or removed the group.
                 looked = Instant::now();
-                match shared.reload(&group).await {
+                match shared.look_again(&group).await {
                     Ok(Some(_)) => {}
                     Ok(None) => self.report(no_group(&group.name)),
                     Err(error) => self.report(error),
@@ -168,7 +172,7 @@ impl Reader {
                         shared.tell(&reply, "+WPI").await;
                     }
                 }
-                let shut = group.keys.lock().is_shut();
+                let shut = group.keys.lock().any_shut();
                 if shut && let Err(error) = self.try_open().await {
                     self.report(error);
                 }
@@ -183,7 +187,7 @@ impl Reader {
                     Some(Instant::now() + Duration::from_millis(200))
                 }
             };
-            let shut = ordered && group.keys.lock().is_shut();
+            let shut = ordered && group.keys.lock().any_shut();
             let tick = if shut { TRY_OPEN } else { self.lease / 3 };
             let tick = ordered.then(|| Instant::now() + tick);
             let until = [until, tick, Some(again)].into_iter().flatten().min();
@@ -242,15 +246,22 @@ impl Reader {
             let state = self.desk.state.lock();
             (state.want, state.prefetch, state.ready.len())
         };
-        let (parked, pin) = match ordered {
-            true => {
-                let keys = self.group.keys.lock();
-                (keys.parked(), keys.pin())
+        let mut parked = 0;
+        let mut pins: Vec<Option<String>> = vec![None; self.sources.len()];
+        let mut shut = None;
+        if ordered {
+            let keys = self.group.keys.lock();
+            parked = keys.parked();
+            let shards = self.sources.iter().map(|source| source.stream.shard);
+            for (index, shard) in shards.enumerate() {
+                pins[index] = keys.pin(shard);
+                if keys.is_shut(shard) {
+                    shut = Some(index);
+                }
             }
-            false => (0, None),
-        };
+        }
         let mut outstanding = 0;
-        for source in &mut self.sources {
+        for (source, pin) in self.sources.iter_mut().zip(&pins) {
             outstanding += source.outstanding(turn, pin.as_ref());
         }
         let mut until = self.sources.iter().filter_map(Source::deadline).min();
@@ -262,6 +273,26 @@ impl Reader {
             room = prefetch.saturating_sub(held + ready + parked + outstanding);
             until = [until, ends].into_iter().flatten().min();
         }
+        if let Some(index) = shut
+            && want > 0
+            && room == 0
+            && outstanding == 0
+            && self.shared.link.is_connected()
+        {
+            // The place is taken by parked messages, which wait for one that the other process had: the server
+            // sends that first once it is due. Now and then, as others come meanwhile.
+            let now = Instant::now();
+            if self.extra <= now {
+                self.extra = now + EXTRA;
+                let pin = pins[index].take();
+                let link = &self.shared.link;
+                self.sources[index]
+                    .pull(link, 1, false, turn, pin, ordered)
+                    .await?;
+            }
+            let soon = Some(now + EXTRA);
+            return Ok([until, soon].into_iter().flatten().min());
+        }
         let missing = want.saturating_sub(ready + outstanding).min(room);
         if missing == 0 || self.sources.is_empty() || !self.shared.link.is_connected() {
             return Ok(until);
@@ -270,20 +301,19 @@ impl Reader {
         let count = self.sources.len();
         if count == 1 {
             self.sources[0]
-                .pull(link, missing, false, turn, pin, ordered)
+                .pull(link, missing, false, turn, pins[0].take(), ordered)
                 .await?;
         } else if room >= count {
             let each = (missing / count).max(1);
-            for source in &mut self.sources {
+            for (source, pin) in self.sources.iter_mut().zip(pins) {
                 if source.outstanding(turn, pin.as_ref()) == 0 {
-                    source
-                        .pull(link, each, false, turn, pin.clone(), ordered)
-                        .await?;
+                    source.pull(link, each, false, turn, pin, ordered).await?;
                 }
             }
         } else if outstanding == 0 {
             // Less room than streams: one after another, briefly.
             self.next = (self.next + 1) % count;
+            let pin = pins[self.next].take();
             self.sources[self.next]
                 .pull(link, missing, true, turn, pin, ordered)
                 .await?;
@@ -306,13 +336,14 @@ impl Reader {
             match self.sources[index].note(&message) {
                 None => {
                     let stream = self.sources[index].stream.clone();
-                    self.note_pin(&message);
+                    self.note_pin(stream.shard, &message);
                     items.extend(self.item(stream, &message));
                 }
                 Some(Status::Alive) => {}
                 Some(Status::Gone) => gone = true,
                 Some(Status::Unpinned) => {
-                    self.group.keys.lock().unpinned();
+                    let shard = self.sources[index].stream.shard;
+                    self.group.keys.lock().unpinned(shard);
                 }
             }
         }
@@ -346,27 +377,31 @@ impl Reader {
         shared.consumed(&group, Some(self.lease)).await.map(drop)
     }
 
-    /// Begins with an ordered group once this process has everything that is unsettled.
+    /// Begins with the streams of an ordered group of which this process has everything that is unsettled.
     async fn try_open(&self) -> Result<()> {
         let (link, group) = (&self.shared.link, &self.group);
-        let mut unsettled = 0;
         for source in &self.sources {
+            let shard = source.stream.shard;
+            if !group.keys.lock().is_shut(shard) {
+                continue;
+            }
             let info = link.consumer(&source.stream.name, &group.encoded).await?;
-            unsettled += info.map_or(0, |info| info.num_ack_pending);
-        }
-        let ready = self.desk.state.lock().ready.len();
-        let held = self.shared.held.of_group(group.number);
-        let mut keys = group.keys.lock();
-        if unsettled <= (keys.parked() + ready + held) as u64 {
-            keys.open();
+            let unsettled = info.map_or(0, |info| info.num_ack_pending);
+            let here = |item: &&Item| item.record.position.shard() == shard;
+            let ready = self.desk.state.lock().ready.iter().filter(here).count();
+            let held = self.shared.held.of_group(shard, group.number);
+            let mut keys = group.keys.lock();
+            if unsettled <= (keys.parked_of(shard) + ready + held) as u64 {
+                keys.open(shard);
+            }
         }
         Ok(())
     }
 
-    fn note_pin(&self, message: &Message) {
+    fn note_pin(&self, shard: Shard, message: &Message) {
         let headers = message.headers.as_ref();
         if let Some(pin) = headers.and_then(|headers| headers.get("Nats-Pin-Id")) {
-            let is_new = self.group.keys.lock().pinned(pin.as_str());
+            let is_new = self.group.keys.lock().pinned(shard, pin.as_str());
             if is_new {
                 self.group.freed.notify_waiters();
             }
@@ -447,6 +482,8 @@ impl Reader {
             shared.nobody_handles(&self.group, item, self.number).await;
             return;
         }
+        // The server's count is older than this process: a restart does not make the delays short again.
+        let times = u64::from(times).max(item.delivered);
         let delay = (LEFT_FIRST * (1 << times.saturating_sub(1).min(16))).min(LEFT_LONGEST);
         shared
             .held

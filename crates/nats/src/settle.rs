@@ -20,6 +20,10 @@ use crate::wire;
 
 /// The server may take this much for its own headers.
 const SPARE: usize = 512;
+/// The server stores at most 64 KB of headers.
+const HEADERS: usize = 60_000;
+/// The failures of a dead letter take at most this much of them.
+const FAILURES: usize = 32 * 1024;
 
 impl Shared {
     pub(crate) async fn settle_one(&self, settlement: Settlement) -> Result<()> {
@@ -155,12 +159,21 @@ impl Shared {
         headers.insert("Everbus-Attempts", attempts.to_string());
         headers.insert("Everbus-Died-At", died_at.to_string());
         let room = self.link.max_payload().saturating_sub(SPARE);
-        let text = failures_text(&failures, room.saturating_sub(written.size()));
+        let headers = written.size() - written.payload.len();
+        let text = failures_text(&failures, HEADERS.saturating_sub(headers).min(FAILURES));
         written.headers.insert("Everbus-Failures", text);
         if written.size() > room {
-            // The stream has the payload.
-            written.payload = Bytes::new();
-            written.headers.insert("Everbus-Payload", "in the stream");
+            // The payload has a message of its own, stored before the letter that names it.
+            let payload = std::mem::take(&mut written.payload);
+            let subject = format!("{}.payload", written.subject);
+            let mut own = async_nats::HeaderMap::new();
+            let id = format!("{} payload", dead_id(hold, died_at));
+            own.insert(wire::MESSAGE_ID, id);
+            let ack = self.link.publish(&subject, own, payload).await?;
+            if let Some(error) = ack.error {
+                return Err(error.into_error("the payload of a dead letter cannot be stored"));
+            }
+            written.headers.insert("Everbus-Payload", subject);
         }
         let ack = self
             .link

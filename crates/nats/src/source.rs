@@ -140,7 +140,9 @@ impl Source {
     /// Notes a message that came: `None` if it has an event.
     pub(crate) fn note(&mut self, message: &Message) -> Option<Status> {
         self.heard = Instant::now();
-        let Some(status) = message.status.filter(|status| status.as_u16() != 200) else {
+        // A publisher may have written a status line of its own: what has a place in the stream is an event.
+        let status = message.status.filter(|_| !is_event(message));
+        let Some(status) = status.filter(|status| status.as_u16() != 200) else {
             self.outstanding = self.outstanding.saturating_sub(1);
             return None;
         };
@@ -188,7 +190,7 @@ impl Source {
         if self.messages.drain().await.is_ok() {
             let rest = async {
                 while let Some(message) = self.messages.next().await {
-                    if message.status.is_none() {
+                    if is_event(&message) {
                         left.push(message);
                     }
                 }
@@ -197,6 +199,11 @@ impl Source {
         }
         (self.stream, left)
     }
+}
+
+fn is_event(message: &Message) -> bool {
+    let reply = message.reply.as_ref();
+    reply.is_some_and(|reply| place(reply.as_str()).is_some())
 }
 
 /// The place of a delivered message, from the subject of its verdict.

@@ -129,7 +129,13 @@ impl StreamHandle {
         };
         let wanted: Vec<&Pattern> = patterns.iter().filter(wanted).collect();
         let filters = names::filters(self.naming, wanted)?;
-        Some(filters.iter().map(|filter| self.subject(filter)).collect())
+        let filters = filters.iter().map(|filter| self.subject(filter));
+        // Without a declaration its subjects say what belongs to it.
+        let reached = |filter: &String| {
+            let subjects = &mut self.subjects.iter();
+            self.types.is_some() || subjects.any(|subject| names::overlap(subject, filter))
+        };
+        Some(filters.filter(reached).collect())
     }
 
     /// One filter that covers all of these patterns.
@@ -260,10 +266,9 @@ async fn declare_dead(
     options: &Options,
     routes: &Streams,
 ) -> Result<()> {
-    // The omni specification keeps dead letters for thirty days.
     let omni = Streams::omni();
     let is_omni = routes.is_declared() && omni.iter().all(|s| routes.named(&s.name).is_some());
-    let age = is_omni.then_some(30 * DAY);
+    let age = is_omni.then_some(DEAD_AGE);
     let subject = format!("{}dlq.>", space.subject_prefix);
     own_stream(link, options, &space.dead_stream(), &subject, age).await
 }
@@ -275,8 +280,8 @@ async fn own_stream(
     subject: &str,
     age: Option<Duration>,
 ) -> Result<()> {
-    if link.stream(name).await?.is_some() {
-        return Ok(());
+    if let Some(info) = link.stream(name).await? {
+        return check_own(&info.config, subject);
     }
     let config = json!({
         "name": name,
@@ -291,6 +296,74 @@ async fn own_stream(
         "metadata": { MADE: "1" },
     });
     link.create_stream(&config).await.map(drop)
+}
+
+/// The shortest age of dead letters: the omni specification keeps them this long.
+const DEAD_AGE: Duration = DAY.saturating_mul(30);
+
+/// A stream for groups or dead letters that exists must keep what is stored in it.
+fn check_own(config: &Value, subject: &str) -> Result<()> {
+    check_keeps(config)?;
+    let there = texts(&config["subjects"]);
+    if !there.iter().any(|known| names::covers(known, subject)) {
+        return Err(other_settings(
+            config,
+            &format!("it has the subjects {there:?} and not {subject}"),
+            "rename that stream, or separate buses by a path in the URL (nats://host/space)",
+        ));
+    }
+    let age = config["max_age"].as_u64().unwrap_or(0);
+    if age != 0 && age < nanos(DEAD_AGE) {
+        return Err(other_settings(
+            config,
+            &format!("it deletes messages after {:?}", Duration::from_nanos(age)),
+            "give it no max_age, or thirty days at least",
+        ));
+    }
+    Ok(())
+}
+
+/// Refuses settings under which the server acks an event and drops it before every group has it.
+fn check_keeps(config: &Value) -> Result<()> {
+    let retention = config["retention"].as_str().unwrap_or("limits");
+    if retention != "limits" {
+        return Err(other_settings(
+            config,
+            &format!("its retention is {retention}, so events vanish once one consumer acked them"),
+            "give the stream another name, or recreate it with the retention limits",
+        ));
+    }
+    if config["sealed"].as_bool() == Some(true) || config["mirror"].is_object() {
+        return Err(other_settings(
+            config,
+            "it is sealed or a mirror and takes no events",
+            "give the stream another name",
+        ));
+    }
+    if config["no_ack"].as_bool() == Some(true) {
+        return Err(other_settings(
+            config,
+            "it acks no publish (no_ack)",
+            "set no_ack to false",
+        ));
+    }
+    let drops_old = config["discard"].as_str().unwrap_or("old") == "old";
+    for limit in ["max_msgs", "max_bytes"] {
+        if drops_old && config[limit].as_i64().is_some_and(|most| most > 0) {
+            return Err(other_settings(
+                config,
+                &format!("beyond {limit} it drops its oldest events, also those that no group has"),
+                "remove the limit, or let the stream refuse new events instead (discard: new)",
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn other_settings(config: &Value, what: &str, hint: &str) -> Error {
+    let name = config["name"].as_str().unwrap_or_default();
+    let what = format!("the stream {name} exists with other settings: {what}");
+    Error::new(Code::InvalidSetting, what).hint(hint)
 }
 
 struct Wanted<'a> {
@@ -386,22 +459,15 @@ fn changes(
     options: &Options,
 ) -> Result<Option<Value>> {
     let config = &info.config;
-    let name = config["name"].as_str().unwrap_or_default();
-    let refused = |what: String, hint: &str| {
-        let what = format!("the stream {name} exists with other settings: {what}");
-        Err(Error::new(Code::InvalidSetting, what).hint(hint))
-    };
-    let retention = config["retention"].as_str().unwrap_or("limits");
-    if retention != "limits" {
+    let refused = |what: String, hint: &str| Err(other_settings(config, &what, hint));
+    check_keeps(config)?;
+    let per_subject = config["max_msgs_per_subject"].as_i64().unwrap_or(-1);
+    let refuses = config["discard"].as_str() == Some("new")
+        && config["discard_new_per_subject"].as_bool() == Some(true);
+    if per_subject > 0 && !refuses {
         return refused(
-            format!("its retention is {retention}, so events vanish once one consumer acked them"),
-            "give the stream another name, or recreate it with the retention limits",
-        );
-    }
-    if config["sealed"].as_bool() == Some(true) || config["mirror"].is_object() {
-        return refused(
-            "it is sealed or a mirror and takes no events".to_owned(),
-            "give the stream another name",
+            format!("it keeps {per_subject} events of a type and drops older ones"),
+            "remove max_msgs_per_subject from the stream",
         );
     }
     let ours = config["metadata"][MADE].is_string();
@@ -434,6 +500,15 @@ fn changes(
             "declare the longer age, or allow it with broker.allow_shorter_age: true",
         );
     }
+    if !ours && age != 0 && (wanted_age == 0 || age < wanted_age) {
+        return refused(
+            format!(
+                "it deletes events after {:?}, sooner than declared",
+                Duration::from_nanos(age)
+            ),
+            "declare the stream with the max_age that it has, or raise it on the server",
+        );
+    }
     if age != wanted_age && (ours || shorter) {
         new["max_age"] = json!(wanted_age);
         let known = config["duplicate_window"].as_u64().unwrap_or(0);
@@ -455,7 +530,7 @@ fn changes(
     Ok((new != *config).then_some(new))
 }
 
-fn texts(value: &Value) -> Vec<String> {
+pub(crate) fn texts(value: &Value) -> Vec<String> {
     let all = value.as_array().map(Vec::as_slice).unwrap_or_default();
     let all = all.iter().filter_map(Value::as_str);
     all.map(str::to_owned).collect()

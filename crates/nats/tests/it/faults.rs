@@ -126,6 +126,35 @@ async fn a_publish_without_an_answer_is_stored_once() {
     assert_eq!(head.to_string(), "EVERBUS:8", "each event once");
 }
 
+// conformance: contract/nats-known-id-cluster: on a stream with three copies a batch with a known and a new id stores the new event, and the stream lives
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_batch_with_a_known_id_leaves_a_cluster_alive() {
+    let Some(cluster) = NatsCluster::start() else {
+        return;
+    };
+    let mut three = Options::default();
+    three.replicas = 3;
+    let engine = everbus_nats::open(&cluster.url(), three).await.unwrap();
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    let known = event(1);
+    let append = async |batch: Vec<Event>| {
+        let answers = engine.broker.append(batch).await.unwrap();
+        let answers = answers.into_iter().map(|answer| answer.unwrap());
+        answers
+            .map(|appended| (appended.position.place(), appended.duplicate))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(append(vec![known.clone()]).await, [(1, false)]);
+    let mixed = vec![event(2), known.clone(), event(3)];
+    assert_eq!(
+        append(mixed).await,
+        [(2, false), (1, true), (3, false)],
+        "the new ones are stored"
+    );
+    assert_eq!(append(vec![event(4)]).await, [(4, false)]);
+    assert_eq!(handle(&engine, "g", 4).await.len(), 4);
+}
+
 // conformance: contract/nats-away: a server that is away is Unavailable and says whether the publish may have taken effect; the bus goes on by itself
 // needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

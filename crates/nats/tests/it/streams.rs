@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use everbus_core::{
-    Code, ConsumeOptions, Cursor, Engine, Event, GroupSpec, Pattern, Settlement, StartFrom, Stream,
-    Streams, SubscriptionSpec, Verdict,
+    Code, ConsumeOptions, Cursor, Engine, Event, Failure, FailureKind, GroupSpec, Pattern,
+    Settlement, StartFrom, Stream, Streams, SubscriptionSpec, Timestamp, Verdict,
 };
 use everbus_nats::Options;
 use serde_json::{Value, json};
@@ -256,7 +256,12 @@ async fn a_stream_of_another_program_is_compared() {
         json!({"name": "QUEUE", "subjects": ["queue.>"], "retention": "workqueue"}),
         json!({"name": "ORDERS", "subjects": ["order.placed"]}),
         json!({"name": "TAKEN", "subjects": ["cart.*"]}),
-        json!({"name": "FINE", "subjects": ["mail.>"], "max_msgs": 1000}),
+        json!({"name": "FULL", "subjects": ["full.>"], "max_msgs": 1000}),
+        json!({"name": "BYTES", "subjects": ["bytes.>"], "max_bytes": 100_000}),
+        json!({"name": "LATEST", "subjects": ["latest.>"], "max_msgs_per_subject": 1}),
+        json!({"name": "MUTE", "subjects": ["mute.>"], "no_ack": true}),
+        json!({"name": "BRIEF", "subjects": ["brief.>"], "max_age": 3_600_000_000_000_u64}),
+        json!({"name": "FINE", "subjects": ["mail.>"], "max_msgs": 1000, "discard": "new"}),
     ] {
         let name = config["name"].as_str().unwrap().to_owned();
         let made = plain.api(&format!("STREAM.CREATE.{name}"), config).await;
@@ -267,6 +272,11 @@ async fn a_stream_of_another_program_is_compared() {
         ("QUEUE", "queue.>", "workqueue"),
         ("ORDERS", "order.>", "order.placed"),
         ("CARTS", "cart.>", "overlap"),
+        ("FULL", "full.>", "max_msgs"),
+        ("BYTES", "bytes.>", "max_bytes"),
+        ("LATEST", "latest.>", "1 events of a type"),
+        ("MUTE", "mute.>", "no_ack"),
+        ("BRIEF", "brief.>", "3600s"),
     ] {
         let declared = engine
             .broker
@@ -287,6 +297,221 @@ async fn a_stream_of_another_program_is_compared() {
     assert_eq!(handle(&engine, "g", 1).await, ["mail.sent"]);
     let info = plain.api("STREAM.INFO.FINE", json!({})).await;
     assert_eq!(info["config"]["max_msgs"], 1000, "its own settings stay");
+}
+
+// conformance: contract/nats-own-streams: a stream in the place of the dead letters that would drop them is refused
+#[tokio::test]
+async fn a_stream_that_drops_dead_letters_is_refused() {
+    for (config, said) in [
+        (json!({"retention": "interest"}), "interest"),
+        (json!({"max_age": 3_600_000_000_000_u64}), "3600s"),
+        (json!({"max_msgs": 10}), "max_msgs"),
+        (json!({"subjects": ["dead.>"]}), "dead.>"),
+    ] {
+        let Some(url) = server::account() else { return };
+        let plain = Plain::connect(&url).await;
+        let mut whole = json!({"name": "DLQ", "subjects": ["dlq.>"]});
+        let more = config.as_object().unwrap().clone();
+        whole.as_object_mut().unwrap().extend(more);
+        let made = plain.api("STREAM.CREATE.DLQ", whole).await;
+        assert!(made["error"].is_null(), "{made}");
+        let engine = open(&url).await;
+        let declared = table([stream("ORDERS", "order.>")]);
+        let error = engine.broker.declare_streams(declared).await.unwrap_err();
+        assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+        assert!(error.message().contains(said), "{error}");
+    }
+}
+
+// conformance: contract/nats-foreign-consumer: a consumer of another program in the place of a group is refused, and left as it is
+#[tokio::test]
+async fn a_consumer_of_another_program_is_not_adopted() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    publish(&engine, "order.placed").await;
+    let plain = Plain::connect(&url).await;
+    let theirs = json!({"durable_name": "g", "ack_policy": "explicit", "max_deliver": 3});
+    let made = json!({"stream_name": "EVERBUS", "config": theirs});
+    let made = plain.api("CONSUMER.CREATE.EVERBUS.g", made).await;
+    assert!(made["error"].is_null(), "{made}");
+    let error = engine.broker.declare(group("g", &["*"])).await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+    assert!(error.hint_text().is_some());
+    let info = plain.api("CONSUMER.INFO.EVERBUS.g", json!({})).await;
+    assert_eq!(info["config"]["max_deliver"], 3, "{info}");
+    assert!(engine.broker.inspect().await.unwrap().is_empty());
+}
+
+// conformance: contract/nats-stale-record: a process that knows an older record of a group takes no events from its newer subscriptions
+#[tokio::test]
+async fn a_stale_process_narrows_nothing() {
+    let Some(url) = server::account() else { return };
+    let (first, second) = (open(&url).await, open(&url).await);
+    first
+        .broker
+        .declare(group("g", &["order.*"]))
+        .await
+        .unwrap();
+    publish(&first, "order.a").await;
+    let consumer = first.broker.consume("g".parse().unwrap(), options());
+    let mut consumer = consumer.await.unwrap();
+    let mut types = Vec::new();
+    let mut take = async |count: usize| {
+        while types.len() < count {
+            let fetched = tokio::time::timeout(Duration::from_secs(60), consumer.fetch(10));
+            for delivery in fetched.await.expect("something comes").unwrap() {
+                types.push(delivery.record.event.event_type().to_owned());
+                let ack = Settlement::new(delivery.lease, Verdict::Ack);
+                let settled = first.broker.settle(vec![ack]).await.unwrap().remove(0);
+                settled.unwrap();
+            }
+            if types.len() == 1 {
+                // The first process looks at the consumer again, with the record that it knows.
+                let wider = group("g", &["order.*", "mail.*"]);
+                second.broker.declare(wider).await.unwrap();
+                consumer.pause().await.unwrap();
+                consumer.resume(10).await.unwrap();
+                publish(&second, "order.b").await;
+            } else if types.len() == 2 {
+                publish(&second, "mail.sent").await;
+                publish(&second, "order.c").await;
+            }
+        }
+        types.clone()
+    };
+    let types = take(4).await;
+    assert_eq!(types, ["order.a", "order.b", "mail.sent", "order.c"]);
+}
+
+// conformance: contract/nats-moved-pattern: events that wait in a stream are handled after their pattern moved to another stream
+#[tokio::test]
+async fn events_wait_where_their_pattern_was() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    let broker = &engine.broker;
+    let both = Stream::new("ORDERS", ["order.>", "cart.>"]).unwrap();
+    broker.declare_streams(table([both])).await.unwrap();
+    let spec = group("g", &["order.*", "cart.*"]);
+    broker.declare(spec.clone()).await.unwrap();
+    publish(&engine, "cart.filled").await;
+    let apart = table([stream("ORDERS", "order.>"), stream("CARTS", "cart.>")]);
+    broker.declare_streams(apart).await.unwrap();
+    broker.declare(spec).await.unwrap();
+    publish(&engine, "cart.left").await;
+    publish(&engine, "order.placed").await;
+    let mut types = handle(&engine, "g", 3).await;
+    types.sort();
+    assert_eq!(types, ["cart.filled", "cart.left", "order.placed"]);
+}
+
+// conformance: contract/nats-recreated-stream: a group begins at the beginning of a stream that was removed and created again
+#[tokio::test]
+async fn a_recreated_stream_is_read_from_its_beginning() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    for _ in 0..3 {
+        publish(&engine, "order.old").await;
+    }
+    let mut spec = group("g", &["*"]);
+    spec.start_from = StartFrom::New;
+    engine.broker.declare(spec).await.unwrap();
+    publish(&engine, "order.gone").await;
+    assert_eq!(handle(&engine, "g", 1).await, ["order.gone"]);
+    engine.broker.close().await.unwrap();
+    let plain = Plain::connect(&url).await;
+    let removed = plain.api("STREAM.DELETE.EVERBUS", json!({})).await;
+    assert_eq!(removed["success"], true, "{removed}");
+    let engine = open(&url).await;
+    let at = publish(&engine, "order.new").await.position;
+    assert_eq!(at.to_string(), "EVERBUS:1");
+    assert_eq!(handle(&engine, "g", 1).await, ["order.new"]);
+}
+
+// conformance: contract/nats-unknown-streams: a group consumes streams that the process that declares it does not know
+#[tokio::test]
+async fn a_group_reaches_streams_of_other_processes() {
+    let Some(url) = server::account() else { return };
+    let (publisher, reader) = (open(&url).await, open(&url).await);
+    let declared = table([stream("ORDERS", "order.>"), stream("MAIL", "mail.>")]);
+    publisher.broker.declare_streams(declared).await.unwrap();
+    publish(&publisher, "order.placed").await;
+    publish(&publisher, "mail.sent").await;
+    reader
+        .broker
+        .declare(group("g", &["order.*"]))
+        .await
+        .unwrap();
+    assert_eq!(handle(&reader, "g", 1).await, ["order.placed"]);
+    let plain = Plain::connect(&url).await;
+    let none = plain.api("CONSUMER.INFO.MAIL.g", json!({})).await;
+    assert_eq!(none["error"]["err_code"], 10014, "nothing is wanted of it");
+}
+
+// conformance: contract/nats-left-consumer: a new group does not go on where a removed one of its name was
+#[tokio::test]
+async fn a_consumer_that_a_removal_left_is_not_used() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    publish(&engine, "order.a").await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    assert_eq!(handle(&engine, "g", 1).await, ["order.a"]);
+    // A removal that ends after its first step.
+    let plain = Plain::connect(&url).await;
+    let purged = plain.api("STREAM.PURGE.EVERBUS_GROUPS", json!({})).await;
+    assert_eq!(purged["success"], true, "{purged}");
+    let engine = open(&url).await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    assert_eq!(handle(&engine, "g", 1).await, ["order.a"]);
+}
+
+// conformance: contract/nats-large-dead-letter: a dead letter is stored whole, however much its failures say and however large its payload is
+#[tokio::test]
+async fn a_large_dead_letter_is_stored() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    let plain = Plain::connect(&url).await;
+    let most = plain.0.max_payload();
+    for (n, length) in [(1, 10), (3, most - 300)] {
+        let text = "x".repeat(length);
+        let event = Event::builder("order.placed").json(&text).build();
+        let appended = engine.broker.append(vec![event.unwrap()]).await.unwrap();
+        assert!(appended[0].is_ok(), "{appended:?}");
+        let consumer = engine.broker.consume("g".parse().unwrap(), options());
+        let mut consumer = consumer.await.unwrap();
+        let delivery = loop {
+            let delivery = consumer.fetch(1).await.unwrap().remove(0);
+            if delivery.record.event.event_type() == "order.placed" {
+                break delivery;
+            }
+            let ack = Settlement::new(delivery.lease, Verdict::Ack);
+            engine.broker.settle(vec![ack]).await.unwrap();
+        };
+        assert_eq!(delivery.record.position.place(), n);
+        let now = Timestamp::from_micros(7);
+        let failure = Failure::new(1, now, FailureKind::Error, "e".repeat(200_000));
+        let dead = Verdict::Dead {
+            failure: Some(failure),
+        };
+        let dead = Settlement::new(delivery.lease, dead);
+        let settled = engine.broker.settle(vec![dead]).await.unwrap().remove(0);
+        settled.unwrap();
+        consumer.close().await.unwrap();
+    }
+    let groups = engine.broker.inspect().await.unwrap();
+    assert_eq!(groups[0].dead_letters, 2);
+    let large = json!({"last_by_subj": "dlq.EVERBUS.g.3.payload"});
+    let large = plain.api("STREAM.MSG.GET.DLQ", large).await;
+    let data = large["message"]["data"].as_str().unwrap();
+    let data = data_encoding::BASE64.decode(data.as_bytes()).unwrap();
+    assert_eq!(data.len(), most - 298, "with its quotes");
+    engine
+        .broker
+        .remove_group("g".parse().unwrap())
+        .await
+        .unwrap();
+    let dead = plain.api("STREAM.INFO.DLQ", json!({})).await;
+    assert_eq!(dead["state"]["messages"], 0, "{dead}");
 }
 
 // conformance: contract/nats-replay: the log is read from the server by stream, type and time, and waited on
