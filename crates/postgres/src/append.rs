@@ -292,7 +292,7 @@ pub(crate) async fn insert<'e>(
                SELECT greatest(x.received_at, (SELECT l.received_at FROM everbus.log l ORDER BY l.seq DESC LIMIT 1)),
                  x.occurred_at, x.expires_at, x.type, x.version, x.checksum, x.id, x.tenant, x.app,
                  x.entity_type, x.entity_id, x.address, x.attrs, x.payload
-               FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::integer[], $5::integer[], $6::integer[],
+               FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::integer[], $5::bigint[], $6::integer[],
                  $7::uuid[], $8::text[], $9::text[], $10::text[], $11::text[], $12::text[], $13::text[],
                  $14::bytea[]) WITH ORDINALITY AS x (received_at, occurred_at, expires_at, type, version, checksum, id,
                  tenant, app, entity_type, entity_id, address, attrs, payload, place)
@@ -348,7 +348,7 @@ struct Columns<'a> {
     occurred_at: Vec<i64>,
     expires_at: Vec<Option<i64>>,
     types: Vec<i32>,
-    versions: Vec<i32>,
+    versions: Vec<i64>,
     checksums: Vec<i32>,
     ids: Vec<uuid::Uuid>,
     tenants: Vec<&'a str>,
@@ -406,8 +406,7 @@ impl<'a> Columns<'a> {
         let expires = attributes.and_then(|a| a.expires_at);
         self.expires_at.push(expires.map(Timestamp::as_micros));
         self.types.push(type_id);
-        self.versions
-            .push(i32::try_from(event.version()).unwrap_or(i32::MAX));
+        self.versions.push(i64::from(event.version()));
         self.checksums.push(row.checksum);
         self.ids.push(event.id().as_uuid());
         self.tenants.push(tenant.unwrap_or_default());

@@ -258,15 +258,15 @@ async fn skip_unwanted(
                WHERE group_id = $1 AND state = 3";
     let rows = tx.query(doing, sql, &[&group.id]).await?;
     let types = rows.iter().filter_map(|row| get::<i32>(row, 1).ok());
-    engine.types.learn(tx, types).await?;
+    let names = engine.types.learn(tx, types).await?;
     let (mut skips, mut seqs) = (Vec::new(), Vec::new());
     for row in &rows {
-        let name = engine.types.name(get(row, 1)?);
-        if name.is_some_and(|name| group.wants(&name)) {
+        let name = names.get(&get(row, 1)?);
+        if name.is_some_and(|name| group.wants(name)) {
             continue;
         }
         let seq = get_seq(row, 0)?;
-        let failures = read_failures(get(row, 3)?)?;
+        let failures = read_failures(get(row, 3)?).unwrap_or_default();
         if !failures.is_empty() {
             let attempts = u32::try_from(get::<i32>(row, 2)?).unwrap_or(0);
             outcomes::keep(tx, (group.id, seq), (attempts, failures), None, now).await?;

@@ -4,16 +4,22 @@
 //! that saw event 7 and remembered "up to 7" would never see event 6, whose transaction commits later. So
 //! readers go no further than the horizon: every number up to it is an event that all can see, or will never
 //! be one. The rule is in the function `everbus.horizon` of `sql/broker.sql`; here is what one engine knows
-//! already, which stays true for ever.
+//! already. It stays true for one run of the server: after a crash, numbers that nobody committed are given
+//! again, and a standby that takes over may know less.
+
+use std::sync::Arc;
 
 use everbus_core::Result;
 use parking_lot::Mutex;
 
 use crate::pool::Sql;
-use crate::rows::{get, get_seq, to_sql};
+use crate::rows::{Types, get, get_seq, to_sql};
 
-#[derive(Default)]
-pub(crate) struct Horizon(Mutex<Seen>);
+pub(crate) struct Horizon {
+    seen: Mutex<Seen>,
+    /// Forgotten with the run of the server: a standby that takes over may give their numbers again.
+    types: Arc<Types>,
+}
 
 #[derive(Clone, Default)]
 struct Seen {
@@ -21,6 +27,8 @@ struct Seen {
     /// Once these writers have ended, everything up to here is decided.
     pending: u64,
     holders: Vec<String>,
+    /// The run of the server that this is about.
+    server: String,
 }
 
 /// An answer about the end of the log.
@@ -33,29 +41,41 @@ pub(crate) struct End {
 }
 
 impl Horizon {
+    pub(crate) fn new(types: Arc<Types>) -> Self {
+        Self {
+            seen: Mutex::default(),
+            types,
+        }
+    }
+
     /// Asks how far readers may go. Later statements see every event up to there.
     pub(crate) async fn ask(&self, db: &impl Sql) -> Result<End> {
-        let seen = self.0.lock().clone();
-        let sql =
-            "SELECT decided, newest, now_pending, now_holders FROM everbus.horizon($1, $2, $3)";
+        let seen = self.seen.lock().clone();
+        let sql = "SELECT decided, newest, now_pending, now_holders, now_server
+                   FROM everbus.horizon($1, $2, $3, $4)";
         let (known, pending) = (to_sql(seen.decided), to_sql(seen.pending));
         let row = db
             .one(
                 "reading the end of the log",
                 sql,
-                &[&known, &pending, &seen.holders],
+                &[&known, &pending, &seen.holders, &seen.server],
             )
             .await?;
         let end = End {
             decided: get_seq(&row, 0)?,
             newest: get_seq(&row, 1)?,
         };
-        let mut now = self.0.lock();
-        if end.decided >= now.decided {
+        let server: String = get(&row, 4)?;
+        let mut now = self.seen.lock();
+        if server != now.server && !now.server.is_empty() {
+            self.types.forget();
+        }
+        if end.decided >= now.decided || server != now.server {
             *now = Seen {
                 decided: end.decided,
                 pending: get_seq(&row, 2)?,
                 holders: get::<Option<Vec<String>>>(&row, 3)?.unwrap_or_default(),
+                server,
             };
         }
         Ok(end)

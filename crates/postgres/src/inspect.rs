@@ -161,8 +161,9 @@ async fn holder(conn: &Conn) -> Result<Option<String>> {
                  coalesce(a.state, 'prepared')::text, left(coalesce(a.query, p.gid), 200)::text
                FROM pg_catalog.pg_locks l
                LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid
-               LEFT JOIN pg_catalog.pg_prepared_xacts p
-                 ON l.pid IS NULL AND l.virtualtransaction = '-1/' || p.transaction::text
+               LEFT JOIN pg_catalog.pg_locks x ON l.pid IS NULL AND x.pid IS NULL
+                 AND x.locktype = 'transactionid' AND x.virtualtransaction = l.virtualtransaction
+               LEFT JOIN pg_catalog.pg_prepared_xacts p ON p.transaction = x.transactionid
                WHERE l.locktype = 'relation' AND l.relation = 'everbus.log'::regclass
                  AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d
                    WHERE d.datname = current_database())

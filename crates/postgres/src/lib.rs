@@ -14,6 +14,12 @@
 //! Times come from the clock of the engine and are stored as microseconds. Through a pooler in transaction
 //! mode (`pooler=transaction`) everything works but what belongs to a session: name the server behind it as
 //! `direct_url` to have notifications, ephemeral groups, and dead engines noticed before their leases end.
+//!
+//! A server that recovers from a crash, and a standby that is promoted, may give numbers again that nobody
+//! committed there. `horizon.rs` notices the other run and forgets what it knew, the names of types too. A limit:
+//! through a pooler without `direct_url`, an engine that only publishes does not look at the log. After the
+//! promotion of an asynchronous standby that had not received the names of its types, its events are taken for
+//! damaged and dead-lettered until it is opened again.
 
 mod append;
 mod audit;
@@ -86,7 +92,7 @@ pub(crate) struct Postgres {
     pub(crate) pool: Pool,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) options: Options,
-    pub(crate) types: Types,
+    pub(crate) types: Arc<Types>,
     pub(crate) groups: GroupCache,
     pub(crate) natures: Natures,
     pub(crate) horizon: Horizon,
@@ -147,13 +153,14 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
     }
     let (appends, waiting_appends) = mpsc::unbounded_channel();
     let (settlements, waiting_settlements) = mpsc::unbounded_channel();
+    let types = Arc::new(Types::default());
     let engine = Arc::new(Postgres {
         pool,
         clock: options.clock.clone(),
-        types: Types::default(),
+        types: types.clone(),
         groups: GroupCache::default(),
         natures: Natures::default(),
-        horizon: Horizon::default(),
+        horizon: Horizon::new(types),
         seats: Seats::default(),
         returning: Returning::default(),
         bell: Arc::default(),

@@ -29,11 +29,7 @@ impl Log for Postgres {
             // Not the newest event: one that commits later may have a lower number. Numbers without an
             // event, such as those of a refused batch, do not count.
             let end = self.horizon.ask(&*db).await?;
-            let sql = "SELECT coalesce(max(seq), 0) FROM everbus.log WHERE seq <= $1";
-            let row = db
-                .one("reading the end of the log", sql, &[&to_sql(end.decided)])
-                .await?;
-            Ok(Cursor::seq(get_seq(&row, 0)?))
+            last_event(&db, end.decided).await.map(Cursor::seq)
         })
     }
 
@@ -51,7 +47,11 @@ impl Log for Postgres {
                 return Ok((Vec::new(), Cursor::seq(after)));
             }
             let range = (after, end.decided);
-            let (found, searched) = self.read_matching(&db, range, &patterns, limit).await?;
+            let (found, mut searched) = self.read_matching(&db, range, &patterns, limit).await?;
+            let last = found.last().map(|record| record.position.place());
+            if searched == end.decided && last != Some(searched) {
+                searched = last_event(&db, searched).await?;
+            }
             Ok((found, Cursor::seq(searched.max(after))))
         })
     }
@@ -59,7 +59,8 @@ impl Log for Postgres {
     fn resolve(&self, from: StartFrom, patterns: Vec<Pattern>) -> BoxFuture<'_, Result<Cursor>> {
         Box::pin(async move {
             let db = self.conn().await?;
-            let head = self.horizon.ask(&*db).await?.decided;
+            let decided = self.horizon.ask(&*db).await?.decided;
+            let head = last_event(&db, decided).await?;
             self.resolve_start(&*db, from, &patterns, head)
                 .await
                 .map(Cursor::seq)
@@ -71,10 +72,14 @@ impl Log for Postgres {
             let seq = cursor.place(Shard::ONLY);
             loop {
                 let woken = self.bell.here.notified();
-                let end = self.horizon.ask(&*self.conn().await?).await?;
-                if end.decided > seq {
-                    return Ok(());
-                }
+                let end = {
+                    let db = self.conn().await?;
+                    let end = self.horizon.ask(&*db).await?;
+                    if end.decided > seq && last_event(&db, end.decided).await? > seq {
+                        return Ok(());
+                    }
+                    end
+                };
                 // A writer that has not ended may have no more to say than its end.
                 let pause = match end.newest > end.decided {
                     true => Duration::from_millis(20),
@@ -84,6 +89,16 @@ impl Log for Postgres {
             }
         })
     }
+}
+
+/// The last event up to a place. A reader keeps its cursor elsewhere, so it goes no further: numbers beyond that
+/// were rolled back, and a server that crashes before the next commit gives them again.
+async fn last_event(db: &Conn, upto: u64) -> Result<u64> {
+    let sql = "SELECT coalesce(max(seq), 0) FROM everbus.log WHERE seq <= $1";
+    let row = db
+        .one("reading the end of the log", sql, &[&to_sql(upto)])
+        .await?;
+    get_seq(&row, 0)
 }
 
 impl Postgres {
@@ -97,9 +112,8 @@ impl Postgres {
     ) -> Result<(Vec<Arc<Recorded>>, u64)> {
         let doing = "reading the log";
         // After the end was asked for: every event up to there has a type that is there too.
-        self.types.learn_all(db).await?;
+        let all = self.types.learn_all(db).await?;
         let matching = |name: &str| patterns.iter().any(|pattern| pattern.matches(name));
-        let all = self.types.all();
         let wanted = all.iter().filter(|(_, name)| matching(name));
         let wanted: Vec<i32> = wanted.map(|(id, _)| *id).collect();
         let sql = format!(
@@ -164,8 +178,7 @@ impl Postgres {
                 Ok(before.unwrap_or(head).min(head))
             }
             StartFrom::Last => {
-                self.types.learn_all(db).await?;
-                let all = self.types.all().into_iter();
+                let all = self.types.learn_all(db).await?.into_iter();
                 let wanted = all.filter(|(_, name)| patterns.iter().any(|p| p.matches(name)));
                 let wanted: Vec<i32> = wanted.map(|(id, _)| id).collect();
                 let sql = "SELECT seq FROM everbus.log WHERE seq <= $1 AND type = ANY ($2)

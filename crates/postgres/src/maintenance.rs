@@ -263,13 +263,16 @@ impl Postgres {
         }
         self.check_events(&db, &mut report).await?;
         self.check_future(&db, &mut report).await?;
-        crate::audit::check(self, &mut report).await?;
-        if let Some(known) = recorded_clock(&*db).await? {
-            report.note_clock(&known);
-        }
+        let clock = recorded_clock(&*db).await?;
         let server = db
             .one("checking", "SELECT current_setting('server_version')", &[])
             .await?;
+        // The check of the trail takes a connection of its own.
+        drop(db);
+        crate::audit::check(self, &mut report).await?;
+        if let Some(known) = clock {
+            report.note_clock(&known);
+        }
         report.add("PostgreSQL", true, get::<String>(&server, 0)?);
         report.add("durability", true, self.durability.to_string());
         Ok(report)

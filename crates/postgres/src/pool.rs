@@ -22,7 +22,7 @@ use everbus_core::{Class, Code, Error, Result};
 use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_postgres::types::Type;
-use tokio_postgres::{Client, Row, Statement};
+use tokio_postgres::{Client, IsolationLevel, Row, Statement};
 
 use crate::config::{Target, Tls};
 use crate::errors::{from_pg, is_conflict, too_slow};
@@ -215,9 +215,12 @@ impl Conn {
         }
     }
 
-    /// Begins a transaction.
+    /// Begins a transaction. Each statement sees what was committed before it, whatever the default of the
+    /// database is: after a lock or the horizon, the next statement must see the events up to there.
     pub(crate) async fn begin(&mut self, doing: &str) -> Result<Tx<'_>> {
-        let inner = self.kept.answer(doing, self.client.transaction()).await?;
+        let begun = self.client.build_transaction();
+        let begun = begun.isolation_level(IsolationLevel::ReadCommitted).start();
+        let inner = self.kept.answer(doing, begun).await?;
         Ok(Tx {
             inner,
             kept: &self.kept,

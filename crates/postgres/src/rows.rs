@@ -65,13 +65,24 @@ pub(crate) fn write_failures(failures: &[Failure]) -> Option<String> {
     if failures.is_empty() {
         return None;
     }
-    let text = serde_json::to_string(failures).ok()?;
-    // The JSON functions of the server refuse this character.
-    Some(if text.contains("\\u0000") {
-        text.replace("\\u0000", "\u{fffd}")
-    } else {
-        text
-    })
+    // The JSON functions of the server refuse the zero character.
+    let has_zero = |text: &Option<String>| text.as_ref().is_some_and(|text| text.contains('\0'));
+    let mut cleaned = std::borrow::Cow::Borrowed(failures);
+    for (index, failure) in failures.iter().enumerate() {
+        let optional = [&failure.handler, &failure.backtrace, &failure.worker];
+        if failure.error.contains('\0') || optional.into_iter().any(has_zero) {
+            let failure = &mut cleaned.to_mut()[index];
+            failure.error = storable(&failure.error);
+            for text in [
+                &mut failure.handler,
+                &mut failure.backtrace,
+                &mut failure.worker,
+            ] {
+                *text = text.as_deref().map(storable);
+            }
+        }
+    }
+    serde_json::to_string(&cleaned).ok()
 }
 
 /// A text that the server can store: it has no zero characters.
@@ -148,7 +159,8 @@ impl NewRow {
     }
 }
 
-/// The names of event types by number. Numbers and names never change, so what is known stays true.
+/// The names of event types by number. Numbers and names never change in one run of the server. There are few,
+/// so none is evicted.
 #[derive(Default)]
 pub(crate) struct Types {
     known: RwLock<Known>,
@@ -159,9 +171,6 @@ struct Known {
     by_id: HashMap<i32, Arc<str>>,
     by_name: HashMap<Arc<str>, i32>,
 }
-
-/// More types than this are not cached at once.
-const MAX_CACHED_TYPES: usize = 100_000;
 
 impl Types {
     /// The numbers of these types, in the same order. Types that are new are added.
@@ -208,11 +217,13 @@ impl Types {
 
     fn remember(&self, id: i32, name: Arc<str>) {
         let mut known = self.known.write();
-        if known.by_id.len() >= MAX_CACHED_TYPES {
-            *known = Known::default();
-        }
         known.by_id.insert(id, name.clone());
         known.by_name.insert(name, id);
+    }
+
+    /// Forgets all names: another server may have given the numbers to others.
+    pub(crate) fn forget(&self) {
+        *self.known.write() = Known::default();
     }
 
     /// The name of a type, if it is known here.
@@ -231,7 +242,7 @@ impl Types {
     }
 
     /// Learns all names there are.
-    pub(crate) async fn learn_all(&self, db: &impl Sql) -> Result<()> {
+    pub(crate) async fn learn_all(&self, db: &impl Sql) -> Result<HashMap<i32, Arc<str>>> {
         let rows = db
             .query(
                 "reading the types",
@@ -242,35 +253,49 @@ impl Types {
         self.learned(&rows)
     }
 
-    /// Learns the names of these types.
-    pub(crate) async fn learn(&self, db: &impl Sql, ids: impl Iterator<Item = i32>) -> Result<()> {
-        let mut missing: Vec<i32> = {
+    /// Learns the names of these types, and returns them: what is known may be forgotten at any time.
+    pub(crate) async fn learn(
+        &self,
+        db: &impl Sql,
+        ids: impl Iterator<Item = i32>,
+    ) -> Result<HashMap<i32, Arc<str>>> {
+        let (mut names, mut missing) = (HashMap::new(), Vec::new());
+        {
             let known = self.known.read();
-            ids.filter(|id| !known.by_id.contains_key(id)).collect()
-        };
+            for id in ids {
+                match known.by_id.get(&id) {
+                    Some(name) => _ = names.entry(id).or_insert_with(|| name.clone()),
+                    None => missing.push(id),
+                }
+            }
+        }
         if missing.is_empty() {
-            return Ok(());
+            return Ok(names);
         }
         missing.sort_unstable();
         missing.dedup();
         let sql = "SELECT id, name FROM everbus.types WHERE id = ANY ($1)";
         let rows = db.query("reading the types", sql, &[&missing]).await?;
-        self.learned(&rows)
+        names.extend(self.learned(&rows)?);
+        Ok(names)
     }
 
-    fn learned(&self, rows: &[Row]) -> Result<()> {
+    fn learned(&self, rows: &[Row]) -> Result<HashMap<i32, Arc<str>>> {
+        let mut names = HashMap::with_capacity(rows.len());
         for row in rows {
-            let name: &str = get(row, 1)?;
-            self.remember(get(row, 0)?, name.into());
+            let (id, name): (i32, &str) = (get(row, 0)?, get(row, 1)?);
+            let name: Arc<str> = name.into();
+            self.remember(id, name.clone());
+            names.insert(id, name);
         }
-        Ok(())
+        Ok(names)
     }
 
     /// Reads events from rows that begin with the columns of [`RECORD`], damaged ones too.
     pub(crate) async fn read(&self, db: &impl Sql, rows: &[Row]) -> Result<Vec<Stored>> {
-        self.learn(db, rows.iter().filter_map(|row| get(row, 2).ok()))
-            .await?;
-        rows.iter().map(|row| self.read_row(row)).collect()
+        let ids = rows.iter().filter_map(|row| get(row, 2).ok());
+        let names = self.learn(db, ids).await?;
+        rows.iter().map(|row| Self::read_row(row, &names)).collect()
     }
 
     /// Reads intact events.
@@ -283,16 +308,16 @@ impl Types {
         stored.into_iter().map(Stored::intact).collect()
     }
 
-    fn read_row(&self, row: &Row) -> Result<Stored> {
+    fn read_row(row: &Row, names: &HashMap<i32, Arc<str>>) -> Result<Stored> {
         let mut damage = None;
         let position = Position::seq(get_seq(row, 0)?);
         let id: uuid::Uuid = get(row, 1)?;
         let type_id: i32 = get(row, 2)?;
-        let event_type = self.name(type_id).unwrap_or_else(|| {
+        let event_type = names.get(&type_id).cloned().unwrap_or_else(|| {
             damage = Some(format!("it names type {type_id}, which is missing"));
             UNREADABLE.into()
         });
-        let version = u32::try_from(get::<i32>(row, 3)?).unwrap_or(0);
+        let version = u32::try_from(get::<i64>(row, 3)?).unwrap_or(0);
         let occurred_at: i64 = get(row, 4)?;
         let received_at: i64 = get(row, 5)?;
         let attrs: Option<&str> = get(row, 6)?;

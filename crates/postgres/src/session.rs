@@ -178,9 +178,10 @@ async fn run(
         }
         let began = Instant::now();
         let ended = match begin(&strong, &owner).await {
-            Ok((conn, notifications)) => {
+            Ok((conn, notifications, registered)) => {
                 drop(strong);
-                serve(&engine, &conn, notifications, &mut requests, &owner).await
+                let listening = (notifications, registered);
+                serve(&engine, &conn, listening, &mut requests, &owner).await
             }
             Err(error) => {
                 drop(strong);
@@ -212,11 +213,12 @@ async fn serve_pooled(engine: &Postgres) {
     }
 }
 
-/// Connects, listens, and takes the lock of the owner again.
+/// Connects, listens, and takes the lock of the owner again. `false`: the lock is still held by the session
+/// before, so it is tried again while this one listens.
 async fn begin(
     engine: &Postgres,
     owner: &AtomicI64,
-) -> Result<(Conn, mpsc::UnboundedReceiver<()>)> {
+) -> Result<(Conn, mpsc::UnboundedReceiver<()>, bool)> {
     let Some(target) = engine.pool.target().session() else {
         return Err(Error::new(Code::Internal, "there is no session"));
     };
@@ -225,38 +227,35 @@ async fn begin(
     let (conn, notifications) = connect(&target, engine.options.patience).await?;
     conn.batch("listening", &format!("LISTEN {}", engine.channel()))
         .await?;
+    // This may be another server: what was known of the one before is forgotten, by publishers too.
+    engine.horizon.ask(&conn).await?;
     let known = owner.load(Ordering::Acquire);
-    if known != 0 {
-        register(engine, &conn, known).await?;
-    }
-    Ok((conn, notifications))
+    let registered = known == 0 || register(engine, &conn, known).await?;
+    Ok((conn, notifications, registered))
 }
 
-/// Takes the lock of an owner, then writes its row: a row without a lock would be taken for dead.
-async fn register(engine: &Postgres, conn: &Conn, owner: i64) -> Result<()> {
+/// Takes the lock of an owner, then writes its row: a row without a lock would be taken for dead. `false`: the
+/// server has not noticed yet that the connection before is gone.
+async fn register(engine: &Postgres, conn: &Conn, owner: i64) -> Result<bool> {
     let doing = "registering as a consumer";
     let sql = "SELECT pg_try_advisory_lock(everbus.owner_key($1))";
     let row = conn.one(doing, sql, &[&owner]).await?;
     if !get::<bool>(&row, 0)? {
-        // The server has not noticed yet that the connection before is gone.
-        return Err(Error::new(
-            Code::Unavailable,
-            "the lock of this engine is still held",
-        ));
+        return Ok(false);
     }
     let name = format!("process {}", std::process::id());
     let sql = "INSERT INTO everbus.owners (id, name, started_at) VALUES ($1, $2, $3)
                ON CONFLICT (id) DO NOTHING";
     let at = engine.clock.now().as_micros();
     conn.execute(doing, sql, &[&owner, &name, &at]).await?;
-    Ok(())
+    Ok(true)
 }
 
 /// Serves until the connection is lost (an error) or the engine is gone.
 async fn serve(
     engine: &Weak<Postgres>,
     conn: &Conn,
-    mut notifications: mpsc::UnboundedReceiver<()>,
+    (mut notifications, mut registered): (mpsc::UnboundedReceiver<()>, bool),
     requests: &mut mpsc::UnboundedReceiver<Request>,
     owner: &AtomicI64,
 ) -> Result<()> {
@@ -267,8 +266,14 @@ async fn serve(
     let bell = strong.bell.clone();
     drop(strong);
     let notify = format!("NOTIFY {channel}");
+    let mut again = tokio::time::interval(LONGEST_PAUSE);
     loop {
         tokio::select! {
+            _ = again.tick(), if !registered => {
+                let Some(strong) = engine.upgrade() else { return Ok(()) };
+                let known = owner.load(Ordering::Acquire);
+                registered = register(&strong, conn, known).await?;
+            }
             () = bell.session.notified() => {
                 if bell.pending.swap(false, Ordering::AcqRel) {
                     conn.batch("waking others", &notify).await?;
@@ -320,6 +325,9 @@ async fn next_number(conn: &Conn) -> Result<i64> {
 
 async fn become_one(engine: &Postgres, conn: &Conn) -> Result<i64> {
     let number = next_number(conn).await?;
-    register(engine, conn, number).await?;
+    if !register(engine, conn, number).await? {
+        let what = "the lock of this engine is still held";
+        return Err(Error::new(Code::Unavailable, what));
+    }
     Ok(number)
 }

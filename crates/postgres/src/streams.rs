@@ -165,7 +165,7 @@ async fn drop_waiting(
             leased.insert(seq);
             continue;
         }
-        let failures = read_failures(get(&row, 3)?)?;
+        let failures = read_failures(get(&row, 3)?).unwrap_or_default();
         if !failures.is_empty() {
             let attempts = u32::try_from(get::<i32>(&row, 2)?).unwrap_or(0);
             outcomes::keep(tx, (group.id, seq), (attempts, failures), None, now).await?;

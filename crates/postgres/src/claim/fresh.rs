@@ -36,6 +36,10 @@ impl Claim<'_, '_> {
         }
         let end = self.engine.horizon.ask(self.tx).await?;
         self.held_back = end.newest > end.decided;
+        if end.newest < group.cursor {
+            // Numbers that were passed are given again, as after a restore of the sequence by hand.
+            return self.move_cursor(group, end.newest, false).await;
+        }
         if end.decided <= group.cursor {
             return Ok(());
         }

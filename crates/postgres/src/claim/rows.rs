@@ -51,7 +51,7 @@ impl Claim<'_, '_> {
                 continue;
             }
             let attempt = u32::try_from(get::<i32>(row, AFTER_RECORD)?).unwrap_or(0);
-            let failures = read_failures(get(row, AFTER_RECORD + 1)?)?;
+            let failures = read_failures(get(row, AFTER_RECORD + 1)?).unwrap_or_default();
             let text = format!(
                 "no process had a handler for {} for {:?}",
                 stored.record.event.event_type(),
@@ -208,13 +208,14 @@ impl Claim<'_, '_> {
             .query("reading what has no handler", sql, &[&group.id])
             .await?;
         let types: Vec<i32> = rows.iter().map(|row| get(row, 0)).collect::<Result<_>>()?;
-        self.engine
+        let names = self
+            .engine
             .types
             .learn(self.tx, types.iter().copied())
             .await?;
         let handled = types.into_iter().filter(|id| {
-            let name = self.engine.types.name(*id);
-            name.is_some_and(|name| self.handles(&name))
+            let name = names.get(id);
+            name.is_some_and(|name| self.handles(name))
         });
         let handled: Vec<i32> = handled.collect();
         if handled.is_empty() {
@@ -253,7 +254,8 @@ impl Claim<'_, '_> {
         let (mut seqs, mut damaged) = (Vec::with_capacity(rows.len()), Vec::new());
         for ready in rows {
             let seq = ready.stored.seq();
-            let failures = read_failures(ready.failures.as_deref())?;
+            // What cannot be read of earlier failures must not stop the event.
+            let failures = read_failures(ready.failures.as_deref()).unwrap_or_default();
             if ready.stored.damage.is_some() {
                 let (engine, tx) = (self.engine, self.tx);
                 let notice =

@@ -113,7 +113,7 @@ fn read_letter(row: &Row, record: std::sync::Arc<everbus_core::Recorded>) -> Res
         group: get::<&str>(row, AFTER_RECORD + 6)?.parse()?,
         handler: get(row, AFTER_RECORD + 2)?,
         attempts: u32::try_from(get::<i32>(row, AFTER_RECORD)?).unwrap_or(0),
-        failures: read_failures(get(row, AFTER_RECORD + 1)?)?,
+        failures: read_failures(get(row, AFTER_RECORD + 1)?).unwrap_or_default(),
         first_seen_at: time(3)?,
         died_at: time(4)?,
         retried_at: retried.map(Timestamp::from_micros),

@@ -35,11 +35,7 @@ pub(crate) async fn remove_events(engine: &Postgres, db: &impl Sql, seqs: &[i64]
     ] {
         db.execute(doing, sql, &[&seqs]).await?;
     }
-    // Ephemeral groups pass events that were removed before they reached them.
-    let sql = "UPDATE everbus.groups SET cursor = $1 WHERE owner IS NOT NULL AND cursor < $1";
-    if let Some(last) = seqs.iter().max() {
-        db.execute(doing, sql, &[last]).await?;
-    }
+    // Cursors stay: between the removed events may be some that a group has yet to read.
     db.execute(
         doing,
         "DELETE FROM everbus.log WHERE seq = ANY ($1)",

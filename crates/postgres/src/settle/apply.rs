@@ -44,7 +44,7 @@ pub(super) async fn apply(
     let mut changes = Changes::default();
     for (settlement, answer) in settlements.iter().zip(&answers) {
         if answer.is_ok() {
-            decide(&mut held, &mut changes, settlement, now)?;
+            decide(&mut held, &mut changes, settlement, now);
         }
     }
     held.write(tx).await?;

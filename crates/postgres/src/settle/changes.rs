@@ -32,26 +32,25 @@ pub(super) fn decide(
     changes: &mut Changes,
     settlement: &Settlement,
     now: Timestamp,
-) -> Result<()> {
+) {
     let lease = &settlement.lease;
     match held.place(lease) {
         Some(Place::Claim(token)) => {
             let Some(claim) = held.claims.get_mut(&token) else {
-                return Ok(());
+                return;
             };
             claim.done.add(lease.position().place());
             claim.changed = true;
             let place = (claim.group, lease.position().place());
             changes.settle_claimed(place, &settlement.verdict, now);
-            Ok(())
         }
         Some(Place::Row(group, seq)) => {
             let Some((_, row)) = held.rows.remove(&(group, seq)) else {
-                return Ok(());
+                return;
             };
-            changes.settle_row((group, seq), &row, settlement, now)
+            changes.settle_row((group, seq), &row, settlement, now);
         }
-        None => Ok(()),
+        None => {}
     }
 }
 
@@ -83,8 +82,9 @@ impl Changes {
         row: &LeasedRow,
         settlement: &Settlement,
         now: Timestamp,
-    ) -> Result<()> {
-        let failures = || read_failures(row.failures.as_deref());
+    ) {
+        // What cannot be read of earlier failures must not stop the event.
+        let failures = || read_failures(row.failures.as_deref()).unwrap_or_default();
         match &settlement.verdict {
             verdict @ (Verdict::Ack | Verdict::Skip { .. }) => {
                 if let Verdict::Skip { reason } = verdict {
@@ -93,12 +93,12 @@ impl Changes {
                 if row.failures.is_some() || row.was_dead {
                     let ran = settlement.ran.as_deref().cloned();
                     self.outcomes
-                        .push((group, seq, row.attempt, failures()?, ran));
+                        .push((group, seq, row.attempt, failures(), ran));
                 }
                 self.finished.push((group, seq));
             }
             Verdict::Retry { after, failure } => {
-                let mut failures = failures()?;
+                let mut failures = failures();
                 failures.push(failure.clone());
                 let due = now.plus(*after).as_micros();
                 self.put_back
@@ -110,12 +110,11 @@ impl Changes {
                     .push((group, seq, false, due, row.failures.clone()));
             }
             Verdict::Dead { failure } => {
-                let death = Death::new(row.attempt, failures()?, failure.clone(), now);
+                let death = Death::new(row.attempt, failures(), failure.clone(), now);
                 self.deaths.push((group, seq, death));
                 self.finished.push((group, seq));
             }
         }
-        Ok(())
     }
 
     /// Writes everything. Returns the events that report dead letters.

@@ -18,7 +18,7 @@ CREATE TABLE everbus.log (
   occurred_at bigint NOT NULL,
   expires_at  bigint,                          -- the event says itself until when it is wanted
   type        integer NOT NULL,                -- everbus.types.id
-  version     integer NOT NULL,
+  version     bigint NOT NULL,
   checksum    integer,                         -- CRC-32; see checksum.rs
   id          uuid NOT NULL,
   tenant      text COLLATE "C" NOT NULL,       -- '' for none
@@ -154,25 +154,46 @@ CREATE TABLE everbus.owners (
   started_at bigint NOT NULL
 );
 
+-- A mark of the server's run. The table is emptied when the server recovers from a crash and when a standby is
+-- promoted: then numbers that were given, but not committed, are given again.
+CREATE UNLOGGED TABLE everbus.runs (
+  one  boolean PRIMARY KEY DEFAULT true,
+  mark uuid NOT NULL DEFAULT gen_random_uuid()
+);
+
 -- How far the log is decided: every number up to there is an event that all can see, or will never be one.
 --
 -- A writer locks the table before it takes its first number, and holds the lock until it ends. So when
 -- nobody holds that lock who held it at the time `pending` was the newest number, everything up to
 -- `pending` is decided. Committed events that follow `known` without a gap are decided anyway.
+--
+-- What was known of another run of the server says nothing: numbers may have been given back, and prepared
+-- transactions have other names.
 CREATE FUNCTION everbus.horizon(
-  known bigint, pending bigint, holders text[],
-  OUT decided bigint, OUT newest bigint, OUT now_pending bigint, OUT now_holders text[]
+  known bigint, pending bigint, holders text[], server text,
+  OUT decided bigint, OUT newest bigint, OUT now_pending bigint, OUT now_holders text[], OUT now_server text
 ) LANGUAGE plpgsql AS $$
 DECLARE
   run bigint;
   writers text[];
+  found_mark uuid;
 BEGIN
+  SELECT r.mark INTO found_mark FROM everbus.runs r;
+  IF found_mark IS NULL THEN
+    INSERT INTO everbus.runs DEFAULT VALUES ON CONFLICT DO NOTHING;
+    SELECT r.mark INTO found_mark FROM everbus.runs r;
+  END IF;
+  now_server := found_mark || ' ' || extract(epoch FROM pg_postmaster_start_time());
+  SELECT CASE WHEN is_called THEN last_value ELSE 0 END INTO newest FROM everbus.log_seq;
+  IF now_server IS DISTINCT FROM server OR newest < known THEN
+    known := 0;
+    pending := 0;
+    holders := '{}';
+  END IF;
   decided := known;
   now_pending := pending;
   now_holders := holders;
-  SELECT CASE WHEN is_called THEN last_value ELSE 0 END INTO newest FROM everbus.log_seq;
   IF newest <= known THEN
-    newest := greatest(newest, known);
     RETURN;
   END IF;
   SELECT max(t.seq) INTO run FROM (
