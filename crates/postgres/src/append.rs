@@ -298,7 +298,7 @@ pub(crate) async fn insert<'e>(
                  tenant, app, entity_type, entity_id, address, attrs, payload, place)
                WHERE NOT EXISTS (SELECT 1 FROM everbus.log k WHERE k.id = x.id AND k.tenant = x.tenant)
                ORDER BY x.place
-               ON CONFLICT (id, tenant) DO NOTHING
+               ON CONFLICT (id, hashtextextended(tenant, 0)) DO NOTHING
                RETURNING seq, received_at, id, tenant";
     let c = &columns;
     let rows = db

@@ -14,7 +14,8 @@ const CRASHES_BEFORE_ISOLATION: i32 = 3;
 
 /// A row `d` that no other row of its key stands before, and none is in flight.
 pub(super) const FIRST_OF_KEY: &str = "(d.key IS NULL OR NOT EXISTS (SELECT 1 FROM everbus.deliveries o
-  WHERE o.group_id = d.group_id AND o.key = d.key AND o.seq <> d.seq AND (o.seq < d.seq OR o.state = 1)))";
+  WHERE o.group_id = d.group_id AND hashtextextended(o.key, 0) = hashtextextended(d.key, 0) AND o.key = d.key
+    AND o.seq <> d.seq AND (o.seq < d.seq OR o.state = 1)))";
 
 /// A row that may be handed out.
 pub(super) struct Ready {

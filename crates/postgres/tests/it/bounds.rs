@@ -1,0 +1,93 @@
+//! Attributes at their bounds, and bad items beside good ones.
+
+use std::time::Duration;
+
+use everbus_core::{
+    Clock as _, ConsumeOptions, Consumer, DeadLetterFilter, Delivery, Engine, Event, EventId, Failure,
+    FailureKind, GroupName, Pattern, Settlement, SystemClock, Timestamp, Verdict,
+};
+
+use crate::support::{fresh_schema, group, open};
+
+/// About 9,000 bytes that cannot be made much shorter.
+fn long() -> String {
+    (0..250).map(|_| EventId::new().to_string()).collect()
+}
+
+async fn consume(engine: &Engine) -> Box<dyn Consumer> {
+    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
+    let group = GroupName::new("g").unwrap();
+    engine.broker.consume(group, wanted).await.unwrap()
+}
+
+async fn fetch(consumer: &mut Box<dyn Consumer>) -> Delivery {
+    let fetched = tokio::time::timeout(Duration::from_secs(60), consumer.fetch(1)).await;
+    let mut fetched = fetched.expect("an event comes").unwrap();
+    assert_eq!(fetched.len(), 1);
+    fetched.remove(0)
+}
+
+fn failure(attempt: u32) -> Failure {
+    Failure::new(attempt, SystemClock.now(), FailureKind::Error, "out of luck")
+}
+
+// conformance: engines/postgres-long-attributes: long keys, foreign ids and tenants go through publish, ordered retry, inbox and dead letter
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn long_attributes_go_everywhere() {
+    let Some(url) = fresh_schema() else {
+        return;
+    };
+    let engine = open(&url).await;
+    let mut ordered = group("g");
+    ordered.ordered = true;
+    engine.broker.declare(ordered).await.unwrap();
+    let (key, other) = (long(), long());
+    let with = |builder: everbus_core::EventBuilder| builder.json(&1).build().unwrap();
+    let events: Vec<Event> = vec![
+        with(Event::builder("a.b").key(&*key).tenant(long())),
+        with(Event::builder("a.b").key(&*key).foreign_id(long())),
+        with(Event::builder("a.b").key(&*other)),
+    ];
+    for event in &events {
+        for again in [false, true] {
+            let appended = engine.broker.append(vec![event.clone()]).await.unwrap();
+            assert_eq!(appended[0].as_ref().unwrap().duplicate, again);
+        }
+    }
+    let mut consumer = consume(&engine).await;
+    let settle = async |settlement: Settlement| {
+        let mut answers = engine.broker.settle(vec![settlement]).await.unwrap();
+        answers.remove(0).unwrap();
+    };
+    let first = fetch(&mut consumer).await;
+    assert_eq!(first.record.event.id(), events[0].id());
+    // The second of the key waits behind the first; another key does not.
+    let third = fetch(&mut consumer).await;
+    assert_eq!(third.record.event.id(), events[2].id());
+    let after = Duration::ZERO;
+    let retry = Verdict::Retry {
+        after,
+        failure: failure(1),
+    };
+    settle(Settlement::new(first.lease, retry)).await;
+    let first = fetch(&mut consumer).await;
+    assert_eq!(
+        (first.record.event.id(), first.attempt),
+        (events[0].id(), 2)
+    );
+    let mut ack = Settlement::new(first.lease, Verdict::Ack);
+    ack.inbox = true;
+    settle(ack).await;
+    let inbox = engine.inbox().unwrap();
+    let handled = inbox.handled(GroupName::new("g").unwrap(), vec![first.record]);
+    assert_eq!(handled.await.unwrap(), [true]);
+    let second = fetch(&mut consumer).await;
+    assert_eq!(second.record.event.id(), events[1].id());
+    let failure = Some(failure(1));
+    settle(Settlement::new(second.lease, Verdict::Dead { failure })).await;
+    let letters = engine.dead_letters().unwrap();
+    let count = letters.count(DeadLetterFilter::default()).await.unwrap();
+    assert_eq!(count, 1);
+    assert_eq!(inbox.forget(Timestamp::EPOCH.plus(Duration::MAX)).await.unwrap(), 1);
+    engine.broker.close().await.unwrap();
+}
