@@ -15,6 +15,7 @@ use everbus_core::{Class, Code, Error, Lease, Result, Settlement, Verdict};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::Postgres;
+use crate::append::{check_texts, is_of_one};
 use crate::effect;
 use crate::pool::transaction;
 
@@ -87,10 +88,19 @@ pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedRece
 impl Postgres {
     async fn settle_jobs(&self, jobs: Vec<Job>) {
         let began = Instant::now();
+        let mut answers: Vec<Vec<Option<Result<()>>>> = jobs
+            .iter()
+            .map(|job| job.settlements.iter().map(|_| None).collect())
+            .collect();
         let mut together = Vec::new();
         let mut alone = Vec::new();
         for (at, job) in jobs.iter().enumerate() {
             for (index, settlement) in job.settlements.iter().enumerate() {
+                let refused = settlement.follow_ups.iter().try_for_each(check_texts);
+                if let Err(error) = refused {
+                    answers[at][index] = Some(Err(error));
+                    continue;
+                }
                 let effect = settlement.effect.as_ref();
                 let runs = effect.is_some_and(|e| effect::check(e).is_ok());
                 if runs && settlement.verdict == Verdict::Ack {
@@ -100,14 +110,10 @@ impl Postgres {
                 }
             }
         }
-        let mut answers: Vec<Vec<Option<Result<()>>>> = jobs
-            .iter()
-            .map(|job| job.settlements.iter().map(|_| None).collect())
-            .collect();
         let mut failed: HashMap<usize, Error> = HashMap::new();
         if !together.is_empty() {
             let settlements: Vec<&Settlement> = together.iter().map(|(_, s)| *s).collect();
-            match self.settle_together(&settlements).await {
+            match self.settle_or_part(&settlements).await {
                 Ok(results) => {
                     for (((at, index), _), result) in together.iter().zip(results) {
                         answers[*at][*index] = Some(result);
@@ -141,6 +147,26 @@ impl Postgres {
             let _ = job.reply.send(answer);
         }
         self.bell.ring_here();
+    }
+
+    /// Applies settlements in one transaction. If one of them cannot be applied the others are, in smaller
+    /// transactions.
+    async fn settle_or_part(&self, settlements: &[&Settlement]) -> Result<Vec<Result<()>>> {
+        let mut results = Vec::with_capacity(settlements.len());
+        let mut parts = vec![settlements];
+        while let Some(part) = parts.pop() {
+            match self.settle_together(part).await {
+                Ok(answers) => results.extend(answers),
+                Err(error) if part.len() > 1 && is_of_one(&error) => {
+                    let (first, rest) = part.split_at(part.len() / 2);
+                    parts.extend([rest, first]);
+                }
+                Err(error) if part.len() == settlements.len() => return Err(error),
+                // Others were applied.
+                Err(error) => results.extend(part.iter().map(|_| Err(error.clone()))),
+            }
+        }
+        Ok(results)
     }
 
     /// Applies settlements in one transaction; each may be refused on its own.

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use everbus_core::{
-    Clock as _, ConsumeOptions, Consumer, DeadLetterFilter, Delivery, Engine, Event, EventId, Failure,
+    Attributes, Clock as _, Code, ConsumeOptions, Consumer, DeadLetterFilter, Delivery, Engine, Event, EventId, Failure,
     FailureKind, GroupName, Pattern, Settlement, SystemClock, Timestamp, Verdict,
 };
 
-use crate::support::{fresh_schema, group, open};
+use crate::support::{event, fresh_schema, group, open};
 
 /// About 9,000 bytes that cannot be made much shorter.
 fn long() -> String {
@@ -89,5 +89,63 @@ async fn long_attributes_go_everywhere() {
     let count = letters.count(DeadLetterFilter::default()).await.unwrap();
     assert_eq!(count, 1);
     assert_eq!(inbox.forget(Timestamp::EPOCH.plus(Duration::MAX)).await.unwrap(), 1);
+    engine.broker.close().await.unwrap();
+}
+
+/// An event that only PostgreSQL refuses, if the core does not.
+fn with_zero() -> Event {
+    let attributes = Attributes {
+        address: Some("g\0".into()),
+        ..Attributes::default()
+    };
+    let builder = Event::builder("a.b").json(&0).attributes(attributes);
+    builder.build().unwrap()
+}
+
+// conformance: engines/postgres-bad-neighbour: an event or follow-up that cannot be stored fails its own call only
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_bad_event_fails_nobody_else() {
+    let Some(url) = fresh_schema() else {
+        return;
+    };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g")).await.unwrap();
+    let (good, bad) = (0..200, 0..50);
+    let mut calls = tokio::task::JoinSet::new();
+    let mut call = |event: Event, fine: bool| {
+        let broker = engine.broker.clone();
+        calls.spawn(async move { (broker.append(vec![event]).await, fine) });
+    };
+    for number in good {
+        call(event(number), true);
+        if bad.contains(&number) {
+            call(with_zero(), false);
+        }
+    }
+    for (answer, fine) in calls.join_all().await {
+        match answer {
+            Ok(_) => assert!(fine),
+            Err(error) => {
+                assert_eq!((error.code(), fine), (Code::InvalidAttribute, false));
+            }
+        }
+    }
+    // One call with a bad follow-up in the middle.
+    let mut consumer = consume(&engine).await;
+    let mut leases = Vec::new();
+    while leases.len() < 5 {
+        let fetched = consumer.fetch(5 - leases.len()).await.unwrap();
+        leases.extend(fetched.into_iter().map(|delivery| delivery.lease));
+    }
+    let settlements = leases.into_iter().enumerate().map(|(at, lease)| {
+        let mut ack = Settlement::new(lease, Verdict::Ack);
+        ack.follow_ups = vec![if at == 2 { with_zero() } else { event(1000) }];
+        ack
+    });
+    let answers = engine.broker.settle(settlements.collect()).await.unwrap();
+    for (at, answer) in answers.into_iter().enumerate() {
+        let code = answer.err().map(|error| error.code());
+        assert_eq!(code, (at == 2).then_some(Code::InvalidAttribute));
+    }
     engine.broker.close().await.unwrap();
 }
