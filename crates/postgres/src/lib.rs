@@ -14,6 +14,10 @@
 //! Times come from the clock of the engine and are stored as microseconds. Through a pooler in transaction
 //! mode (`pooler=transaction`) everything works but what belongs to a session: name the server behind it as
 //! `direct_url` to have notifications, ephemeral groups, and dead engines noticed before their leases end.
+//!
+//! Limits: an ordered group sets up to 200,000 events aside behind retries of their keys; with more, the
+//! events of other keys wait too. An effect has as long as [`Options::patience`]. Through a pooler in
+//! transaction mode, settings and locks of the session that an effect leaves stay on the pooler's connection.
 
 mod append;
 mod audit;
@@ -63,7 +67,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use everbus_core::{Clock, Code, Engine, Error, Result, Timestamp};
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
 pub use config::Options;
 pub use effect::{ENGINE, Slot, Work};
@@ -97,6 +101,8 @@ pub(crate) struct Postgres {
     pub(crate) closed: AtomicBool,
     appends: append::Queue,
     settlements: settle::Queue,
+    /// Effects that may run at the same time.
+    effects: Semaphore,
     /// Set once, right after the engine is made.
     session: OnceLock<Session>,
 }
@@ -161,6 +167,7 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
         closed: AtomicBool::new(false),
         appends,
         settlements,
+        effects: Semaphore::new((target.pool_size / 2).max(1)),
         session: OnceLock::new(),
         options,
     });

@@ -1,14 +1,15 @@
 //! Settling deliveries: ack, skip, retry, release, dead-letter.
 //!
 //! Calls that wait at the same time share a transaction. A settlement with an effect has one of its own, so
-//! that the effect of one handler cannot undo the acks of others.
+//! that the effect of one handler cannot undo the acks of others, and a task of its own, so that a slow one
+//! does not hold them up.
 
 mod apply;
 mod changes;
 mod held;
 
 use std::collections::HashMap;
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use everbus_core::{Class, Code, Error, Lease, Result, Settlement, Verdict};
@@ -46,6 +47,11 @@ pub(crate) fn lost(lease: &Lease) -> Error {
     .hint("the event is delivered again; make handlers idempotent or raise the timeout")
 }
 
+/// The error of a settlement whose task ended early.
+fn unanswered() -> Error {
+    Error::new(Code::Unavailable, "the settlement was not finished").with_unknown_outcome()
+}
+
 /// The group and the fencing token of a lease.
 pub(crate) fn parts(lease: &Lease) -> (i64, i64) {
     let [group, token] = lease.words();
@@ -81,12 +87,27 @@ pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedRece
             count += next.settlements.len();
             jobs.push(next);
         }
-        engine.settle_jobs(jobs).await;
+        let (slow, quick): (Vec<Job>, Vec<Job>) = jobs
+            .into_iter()
+            .partition(|job| job.settlements.iter().any(runs_effect));
+        for job in slow {
+            let engine = engine.clone();
+            tokio::spawn(async move { engine.settle_jobs(vec![job]).await });
+        }
+        if !quick.is_empty() {
+            engine.settle_jobs(quick).await;
+        }
     }
 }
 
+/// Whether a settlement runs work of a handler.
+pub(super) fn runs_effect(settlement: &Settlement) -> bool {
+    let effect = settlement.effect.as_ref();
+    settlement.verdict == Verdict::Ack && effect.is_some_and(|e| effect::check(e).is_ok())
+}
+
 impl Postgres {
-    async fn settle_jobs(&self, jobs: Vec<Job>) {
+    async fn settle_jobs(self: &Arc<Self>, jobs: Vec<Job>) {
         let began = Instant::now();
         let mut answers: Vec<Vec<Option<Result<()>>>> = jobs
             .iter()
@@ -101,9 +122,7 @@ impl Postgres {
                     answers[at][index] = Some(Err(error));
                     continue;
                 }
-                let effect = settlement.effect.as_ref();
-                let runs = effect.is_some_and(|e| effect::check(e).is_ok());
-                if runs && settlement.verdict == Verdict::Ack {
+                if runs_effect(settlement) {
                     alone.push(((at, index), settlement));
                 } else {
                     together.push(((at, index), settlement));
@@ -126,18 +145,25 @@ impl Postgres {
                 }
             }
         }
-        for ((at, index), settlement) in alone {
-            let result = self.settle_together(&[settlement]).await;
-            answers[at][index] = Some(match result {
-                Ok(mut results) => results.pop().unwrap_or(Ok(())),
-                Err(error) => Err(error),
-            });
+        let mut running = tokio::task::JoinSet::new();
+        for (place, settlement) in alone {
+            let (engine, settlement) = (self.clone(), settlement.clone());
+            running.spawn(async move { (place, engine.settle_alone(&settlement).await) });
+        }
+        while let Some(ended) = running.join_next().await {
+            // A task that ended without a result leaves the outcome open; see below.
+            if let Ok(((at, index), result)) = ended {
+                answers[at][index] = Some(result);
+            }
         }
         let step = began.elapsed();
         for (at, (job, answers)) in jobs.into_iter().zip(answers).enumerate() {
             let answer = match failed.remove(&at) {
                 Some(error) => Err(error),
-                None => Ok(answers.into_iter().flatten().collect()),
+                None => Ok(answers
+                    .into_iter()
+                    .map(|answer| answer.unwrap_or_else(|| Err(unanswered())))
+                    .collect()),
             };
             if let Ok(results) = &answer {
                 for (settlement, result) in job.settlements.iter().zip(results) {
@@ -147,6 +173,13 @@ impl Postgres {
             let _ = job.reply.send(answer);
         }
         self.bell.ring_here();
+    }
+
+    /// Applies a settlement with an effect. Effects leave half of the connections to everything else.
+    async fn settle_alone(&self, settlement: &Settlement) -> Result<()> {
+        let _place = self.effects.acquire().await;
+        let mut results = self.settle_together(&[settlement]).await?;
+        results.pop().unwrap_or(Ok(()))
     }
 
     /// Applies settlements in one transaction. If one of them cannot be applied the others are, in smaller
