@@ -182,7 +182,11 @@ fn texts(event: &Event) -> [Option<&str>; 5] {
 
 /// Refuses an event that no table can hold.
 pub(crate) fn check_texts(event: &Event) -> Result<()> {
-    if texts(event).iter().flatten().any(|text| text.contains('\0')) {
+    if texts(event)
+        .iter()
+        .flatten()
+        .any(|text| text.contains('\0'))
+    {
         return Err(Error::new(
             Code::InvalidAttribute,
             "tenant, app, entity and address cannot contain a zero character on PostgreSQL",

@@ -203,7 +203,9 @@ impl Claim<'_, '_> {
         if left == 0 {
             return Ok(());
         }
-        let sql = "SELECT DISTINCT type FROM everbus.deliveries WHERE group_id = $1 AND state = 3";
+        let sql =
+            "SELECT t.id FROM everbus.types t WHERE EXISTS (SELECT 1 FROM everbus.deliveries d
+                   WHERE d.group_id = $1 AND d.state = 3 AND d.type = t.id)";
         let rows = self
             .tx
             .query("reading what has no handler", sql, &[&group.id])

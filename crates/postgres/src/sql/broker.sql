@@ -92,6 +92,7 @@ CREATE TABLE everbus.deliveries (
 CREATE INDEX deliveries_due ON everbus.deliveries (group_id, due, seq) WHERE state = 0;
 CREATE INDEX deliveries_leased ON everbus.deliveries (group_id, seq) WHERE state = 1;
 CREATE INDEX deliveries_unhandled ON everbus.deliveries (group_id, due, seq) WHERE state = 3;
+CREATE INDEX deliveries_unhandled_type ON everbus.deliveries (group_id, type) WHERE state = 3;
 CREATE INDEX deliveries_key ON everbus.deliveries (group_id, hashtextextended(key, 0), seq) WHERE key IS NOT NULL;
 
 CREATE TABLE everbus.dead_letters (

@@ -3,9 +3,12 @@
 use std::time::Duration;
 
 use everbus_core::{
-    Attributes, Clock as _, Code, ConsumeOptions, Consumer, DeadLetterFilter, Delivery, Engine, Event, EventId, Failure,
-    FailureKind, GroupName, Pattern, Settlement, SystemClock, Timestamp, Verdict,
+    Attributes, Clock as _, Code, ConsumeOptions, Consumer, DeadLetterFilter, Delivery, Engine,
+    Event, EventId, Failure, FailureKind, GroupName, Pattern, Settlement, SystemClock, Timestamp,
+    Verdict,
 };
+
+use everbus_testkit::servers::Postgres;
 
 use crate::support::{event, fresh_schema, group, open};
 
@@ -28,7 +31,12 @@ async fn fetch(consumer: &mut Box<dyn Consumer>) -> Delivery {
 }
 
 fn failure(attempt: u32) -> Failure {
-    Failure::new(attempt, SystemClock.now(), FailureKind::Error, "out of luck")
+    Failure::new(
+        attempt,
+        SystemClock.now(),
+        FailureKind::Error,
+        "out of luck",
+    )
 }
 
 // conformance: engines/postgres-long-attributes: long keys, foreign ids and tenants go through publish, ordered retry, inbox and dead letter
@@ -88,7 +96,13 @@ async fn long_attributes_go_everywhere() {
     let letters = engine.dead_letters().unwrap();
     let count = letters.count(DeadLetterFilter::default()).await.unwrap();
     assert_eq!(count, 1);
-    assert_eq!(inbox.forget(Timestamp::EPOCH.plus(Duration::MAX)).await.unwrap(), 1);
+    assert_eq!(
+        inbox
+            .forget(Timestamp::EPOCH.plus(Duration::MAX))
+            .await
+            .unwrap(),
+        1
+    );
     engine.broker.close().await.unwrap();
 }
 
@@ -147,5 +161,29 @@ async fn a_bad_event_fails_nobody_else() {
         let code = answer.err().map(|error| error.code());
         assert_eq!(code, (at == 2).then_some(Code::InvalidAttribute));
     }
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: engines/postgres-other-keys: many events behind a retry of their key do not hold up other keys
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_key_in_retry_does_not_starve_the_others() {
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
+    let url = server.fresh_database();
+    let engine = open(&url).await;
+    let mut ordered = group("g");
+    ordered.ordered = true;
+    engine.broker.declare(ordered).await.unwrap();
+    server.sql_at(
+        &url,
+        "INSERT INTO everbus.deliveries (group_id, seq, state, due, attempt, type, key, updated_at)
+         SELECT g.id, -n, 0, 9000000000000000000, 1, 1, 'busy', 0
+         FROM everbus.groups g, generate_series(1, 30000) n",
+    );
+    let mut consumer = consume(&engine).await;
+    let free = Event::builder("a.b").key("free").json(&1).build().unwrap();
+    engine.broker.append(vec![free.clone()]).await.unwrap();
+    assert_eq!(fetch(&mut consumer).await.record.event.id(), free.id());
     engine.broker.close().await.unwrap();
 }
