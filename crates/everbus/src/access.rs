@@ -3,7 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
-/// How a bus gets access to its server. Engines without a server ignore it.
+/// How a bus gets access to its server. Engines without a server ignore it; that of PostgreSQL has all of it in
+/// its URL, and refuses it here.
 ///
 /// ```
 /// use everbus::Access;

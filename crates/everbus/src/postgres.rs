@@ -29,6 +29,10 @@ pub struct InTransaction(Effect);
 /// events to publish in the same transaction, or an error; after an error the transaction is rolled back and
 /// the event is retried. An event that the group's inbox has as handled is acked without a call.
 ///
+/// It may take as long as the engine waits for an answer of the server (30 seconds); then it is rolled back
+/// and has failed. Settings, roles, locks and temporary tables of the session are reset after it; through a
+/// pooler they are not, so use `SET LOCAL` and `pg_advisory_xact_lock` there.
+///
 /// Leave out `COMMIT` and `ROLLBACK`: the engine ends the transaction. Through a pooler in transaction mode use
 /// the methods of the transaction that name the types of their values (`query_typed`, `execute_typed`).
 ///

@@ -6,7 +6,9 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-use everbus_core::{Appended, Code, Error, Event, EventId, Position, Recorded, Result, Timestamp};
+use everbus_core::{
+    Appended, Class, Code, Error, Event, EventId, Position, Recorded, Result, Timestamp,
+};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::Postgres;
@@ -35,6 +37,8 @@ impl Postgres {
         if events.is_empty() {
             return Ok(Vec::new());
         }
+        // Before it is queued: a statement is shared with the events of others.
+        events.iter().try_for_each(check_texts)?;
         let (reply, answer) = oneshot::channel();
         let sent = self.appends.send(Job { events, reply });
         sent.map_err(|_| Error::shutdown())?;
@@ -63,6 +67,17 @@ pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedRece
 
 impl Postgres {
     async fn append_jobs(&self, jobs: Vec<Job>) {
+        if let Some(jobs) = self.append_shared(jobs).await {
+            // One of them cannot be stored. The others must not suffer from it.
+            for job in jobs {
+                self.append_shared(vec![job]).await;
+            }
+        }
+        self.bell.ring();
+    }
+
+    /// Appends and answers. Calls that failed because of one of them come back without an answer.
+    async fn append_shared(&self, jobs: Vec<Job>) -> Option<Vec<Job>> {
         let (events, replies): (Vec<_>, Vec<_>) =
             jobs.into_iter().map(|job| (job.events, job.reply)).unzip();
         let batches: Vec<&[Event]> = events.iter().map(Vec::as_slice).collect();
@@ -78,13 +93,17 @@ impl Postgres {
                     let _ = reply.send(answers.map(|a| a.into_iter().map(Ok).collect()));
                 }
             }
+            Err(error) if replies.len() > 1 && is_of_one(&error) => {
+                let jobs = events.into_iter().zip(replies);
+                return Some(jobs.map(|(events, reply)| Job { events, reply }).collect());
+            }
             Err(error) => {
                 for reply in replies {
                     let _ = reply.send(Err(error.clone()));
                 }
             }
         }
-        self.bell.ring();
+        None
     }
 
     /// Appends events that were published one by one, with a single statement that is its own transaction.
@@ -140,6 +159,41 @@ impl Postgres {
             Ok(answers.collect())
         })
     }
+}
+
+/// Whether a request of a shared transaction caused its failure, so that the others may succeed without it.
+/// Nothing was done.
+pub(crate) fn is_of_one(error: &Error) -> bool {
+    matches!(error.class(), Class::Caller | Class::Conflict)
+}
+
+/// The texts of an event that have a column of their own.
+fn texts(event: &Event) -> [Option<&str>; 5] {
+    let attributes = event.attributes();
+    let entity = attributes.and_then(|a| a.entity.as_ref());
+    [
+        event.tenant(),
+        attributes.and_then(|a| a.app.as_deref()),
+        entity.map(|e| e.kind.as_str()),
+        entity.map(|e| e.id.as_str()),
+        attributes.and_then(|a| a.address.as_deref()),
+    ]
+}
+
+/// Refuses an event that no table can hold.
+pub(crate) fn check_texts(event: &Event) -> Result<()> {
+    if texts(event)
+        .iter()
+        .flatten()
+        .any(|text| text.contains('\0'))
+    {
+        return Err(Error::new(
+            Code::InvalidAttribute,
+            "tenant, app, entity and address cannot contain a zero character on PostgreSQL",
+        )
+        .hint("leave the character out"));
+    }
+    Ok(())
 }
 
 /// An id that was free a moment ago: somebody else stored it meanwhile, so look again.
@@ -298,7 +352,7 @@ pub(crate) async fn insert<'e>(
                  tenant, app, entity_type, entity_id, address, attrs, payload, place)
                WHERE NOT EXISTS (SELECT 1 FROM everbus.log k WHERE k.id = x.id AND k.tenant = x.tenant)
                ORDER BY x.place
-               ON CONFLICT (id, tenant) DO NOTHING
+               ON CONFLICT (id, hashtextextended(tenant, 0)) DO NOTHING
                RETURNING seq, received_at, id, tenant";
     let c = &columns;
     let rows = db
@@ -382,22 +436,8 @@ impl<'a> Columns<'a> {
     fn push(&mut self, event: &'a Event, types: &HashMap<Arc<str>, i32>) -> Result<()> {
         let row = NewRow::of(event)?;
         let attributes = event.attributes();
-        let entity = attributes.and_then(|a| a.entity.as_ref());
-        let texts = [
-            event.tenant(),
-            attributes.and_then(|a| a.app.as_deref()),
-            entity.map(|e| e.kind.as_str()),
-            entity.map(|e| e.id.as_str()),
-            attributes.and_then(|a| a.address.as_deref()),
-        ];
-        if texts.iter().flatten().any(|text| text.contains('\0')) {
-            return Err(Error::new(
-                Code::InvalidAttribute,
-                "tenant, app, entity and address cannot contain a zero character on PostgreSQL",
-            )
-            .hint("leave the character out"));
-        }
-        let [tenant, app, entity_type, entity_id, address] = texts;
+        check_texts(event)?;
+        let [tenant, app, entity_type, entity_id, address] = texts(event);
         let type_id = types
             .get(event.type_arc())
             .copied()

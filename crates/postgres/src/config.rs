@@ -7,14 +7,27 @@ use std::time::Duration;
 use everbus_core::{Clock, Code, Error, Result, SystemClock};
 use tokio_postgres::config::SslMode;
 
-/// The options of the engine.
+/// The options of the engine, beside those in its URL:
+/// `postgres://user:password@host:port/database?setting=value&…`.
+///
+/// | setting | default | |
+/// |---|---|---|
+/// | `sslmode` | `prefer` | `disable`; `prefer`: TLS if the server offers it, **else plain text**; `require`: TLS, whoever the server is; `verify-full`: TLS, and the certificate and the name of the host are checked |
+/// | `sslrootcert` | those of the system | a PEM file with root certificates; needs `verify-full` |
+/// | `schema` | `everbus` | where the tables are |
+/// | `pool_size` | 10 | connections, besides one for notifications; effects use at most half of them |
+/// | `pooler` | | `transaction` if a pooler in transaction mode is between |
+/// | `direct_url` | | the URL of the server behind the pooler, with its special characters encoded |
+///
+/// Other settings are those of `tokio_postgres`, such as `connect_timeout` and `target_session_attrs`.
+/// Over a network that others share, use `verify-full`: the other modes can be read or changed on the way.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The clock for due times, leases and ages.
     pub clock: Arc<dyn Clock>,
     /// Whether the tables are made if they are not there.
     pub create: bool,
-    /// How long a call waits for a connection and for an answer of the server.
+    /// How long a call waits for a connection and for an answer of the server, and how long an effect may take.
     pub patience: Duration,
     /// How long an engine must be gone before others take its work over. A shorter break of its connection
     /// changes nothing.
@@ -98,10 +111,14 @@ impl Target {
         };
         let mut ssl = SslMode::Prefer;
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+            // Values are never shown: a URL within the URL has a password, and a stray & or = moves it.
             let (name, value) = pair
                 .split_once('=')
-                .ok_or_else(|| bad(format!("{pair:?} in the URL is no setting")))?;
-            let value = decoded(value).ok_or_else(|| bad(format!("{value:?} is not encoded")))?;
+                .ok_or_else(|| bad("a setting after the ? of the URL has no ="))?;
+            let value = decoded(value).ok_or_else(|| {
+                bad("a setting after the ? of the URL has a % that is not followed by two digits")
+                    .hint("write % as %25, & as %26 and # as %23 in values")
+            })?;
             match name {
                 "sslmode" => {
                     (ssl, target.tls) = match &*value {
@@ -110,7 +127,7 @@ impl Target {
                         "require" => (SslMode::Require, Tls::Unchecked),
                         "verify-full" => (SslMode::Require, Tls::Verified),
                         _ => {
-                            return Err(bad(format!("there is no sslmode {value:?}"))
+                            return Err(bad("this sslmode does not exist")
                                 .hint("sslmode is disable, prefer, require or verify-full"));
                         }
                     }
@@ -129,6 +146,12 @@ impl Target {
                 }
                 _ => kept.push(pair),
             }
+        }
+        if target.root_certificate.is_some() && target.tls != Tls::Verified {
+            return Err(
+                bad("sslrootcert without sslmode=verify-full checks nothing")
+                    .hint("add sslmode=verify-full, or leave sslrootcert out"),
+            );
         }
         let url = if kept.is_empty() {
             base.to_owned()
@@ -186,7 +209,7 @@ fn checked_schema(name: String) -> Result<String> {
     if fine {
         return Ok(name);
     }
-    Err(bad(format!("the schema {name:?} cannot be used"))
+    Err(bad("this schema cannot be used")
         .hint("a schema is 1 to 48 lower-case letters, digits and _, and not public"))
 }
 
@@ -263,6 +286,13 @@ mod tests {
             "postgres://me:secret@db/shop?pooler=session",
             "postgres://me:secret@db:port/shop",
             "postgres://me:secret@db/shop?unknown=1",
+            "postgres://me:secret@db/shop?sslrootcert=ca.pem",
+            "postgres://me:secret@db/shop?sslmode=require&sslrootcert=ca.pem",
+            "postgres://me@db/shop?direct_url=postgres://me:100%secret@db/shop",
+            "postgres://me@db/shop?direct_url=postgres://me:a&secret@db/shop",
+            "postgres://me@db/shop?sslmode=secret",
+            "postgres://me@db/shop?schema=secret-1",
+            "postgres://me@db/shop?connect_timeout=secret",
         ] {
             let error = parse(url).unwrap_err();
             assert_eq!(error.code(), Code::InvalidUrl, "{url}");

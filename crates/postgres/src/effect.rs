@@ -62,6 +62,11 @@ pub(crate) async fn run(tx: &Tx<'_>, effect: &Effect) -> Result<Vec<Event>> {
         return Ok(events);
     };
     let before = transaction_id(tx).await?;
+    let patience = tx.lend_out();
+    // Also a statement that waits for a lock ends in time, and not only when it gets it.
+    let limit = "SELECT set_config('statement_timeout', $1, true) WHERE current_setting('statement_timeout') = '0'";
+    let millis = patience.as_millis().clamp(1, 2_000_000_000).to_string();
+    tx.query("running an effect", limit, &[&millis]).await?;
     let mut running = work(tx.inner());
     let caught = std::future::poll_fn(|cx| {
         let polled = catch_unwind(AssertUnwindSafe(|| Pin::new(&mut running).poll(cx)));
@@ -70,9 +75,19 @@ pub(crate) async fn run(tx: &Tx<'_>, effect: &Effect) -> Result<Vec<Event>> {
             Ok(Poll::Ready(result)) => Poll::Ready(Ok(result)),
             Err(panic) => Poll::Ready(Err(panic)),
         }
-    })
-    .await;
+    });
+    let Ok(caught) = tokio::time::timeout(patience, caught).await else {
+        tx.give_up();
+        return Err(Error::new(
+            Code::EffectFailed,
+            format!("an effect took longer than {patience:?}; it was rolled back"),
+        )
+        .hint("do slow work before the transaction, or raise the patience of the options"));
+    };
     events.extend(ended(caught)?);
+    // Constraints that are checked at the commit are the effect's failure, not the engine's.
+    let checked = tx.batch_raw("SET CONSTRAINTS ALL IMMEDIATE").await?;
+    checked.map_err(|e| failed(Box::new(e)))?;
     // A statement that ended the transaction took the ack with it.
     if transaction_id(tx).await.map_err(|e| failed(Box::new(e)))? != before {
         return Err(Error::new(

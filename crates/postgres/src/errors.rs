@@ -47,6 +47,10 @@ fn classify(state: &SqlState) -> (Code, &'static str) {
             Code::Unavailable,
             "raise max_connections on the server, lower pool_size in the URL, or use a pooler",
         ),
+        SqlState::INVALID_SQL_STATEMENT_NAME | SqlState::DUPLICATE_PSTATEMENT => (
+            Code::InvalidUrl,
+            "a pooler gave the connection to another server process: add pooler=transaction to the URL",
+        ),
         SqlState::DISK_FULL => (
             Code::DiskFull,
             "free some space on the server; nothing that was acknowledged is lost",

@@ -20,6 +20,10 @@
 //! through a pooler without `direct_url`, an engine that only publishes does not look at the log. After the
 //! promotion of an asynchronous standby that had not received the names of its types, its events are taken for
 //! damaged and dead-lettered until it is opened again.
+//!
+//! Limits: an ordered group sets up to 200,000 events aside behind retries of their keys; with more, the
+//! events of other keys wait too. An effect has as long as [`Options::patience`]. Through a pooler in
+//! transaction mode, settings and locks of the session that an effect leaves stay on the pooler's connection.
 
 mod append;
 mod audit;
@@ -69,7 +73,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use everbus_core::{Clock, Code, Engine, Error, Result, Timestamp};
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
 pub use config::Options;
 pub use effect::{ENGINE, Slot, Work};
@@ -103,6 +107,8 @@ pub(crate) struct Postgres {
     pub(crate) closed: AtomicBool,
     appends: append::Queue,
     settlements: settle::Queue,
+    /// Effects that may run at the same time.
+    effects: Semaphore,
     /// Set once, right after the engine is made.
     session: OnceLock<Session>,
 }
@@ -168,6 +174,7 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
         closed: AtomicBool::new(false),
         appends,
         settlements,
+        effects: Semaphore::new((target.pool_size / 2).max(1)),
         session: OnceLock::new(),
         options,
     });

@@ -140,7 +140,14 @@ pub(crate) struct Kept {
     statements: Option<Mutex<HashMap<Box<str>, Statement>>>,
     /// An answer did not come, so that the next answer might be that one.
     broken: AtomicBool,
+    /// Somebody else's statements ran on it, which may have left settings, roles or locks.
+    lent_out: AtomicBool,
 }
+
+/// Undoes what somebody else's statements may have left on a connection, but for prepared statements.
+const CLEAN: &str = "CLOSE ALL; SET SESSION AUTHORIZATION DEFAULT; RESET ALL; UNLISTEN *;
+    SELECT pg_catalog.pg_advisory_unlock_all(); DISCARD TEMP; DISCARD SEQUENCES;
+    SET plan_cache_mode = force_custom_plan";
 
 impl Kept {
     /// The statement with the name of the schema. Statements are written for the schema `everbus`.
@@ -211,6 +218,7 @@ impl Conn {
                 patience,
                 statements,
                 broken: AtomicBool::new(false),
+                lent_out: AtomicBool::new(false),
             },
         }
     }
@@ -259,6 +267,26 @@ impl<'a> Tx<'a> {
             }
             _ => e,
         })
+    }
+
+    /// Notes that somebody else's statements will run on it. Returns how long they may take.
+    pub(crate) fn lend_out(&self) -> Duration {
+        self.kept.lent_out.store(true, Ordering::Relaxed);
+        self.kept.patience
+    }
+
+    /// Closes the connection after this transaction: the server rolls back.
+    pub(crate) fn give_up(&self) {
+        self.kept.broken.store(true, Ordering::Relaxed);
+    }
+
+    /// Runs statements without values, with the error of the client library if the server refuses them.
+    pub(crate) async fn batch_raw(
+        &self,
+        sql: &str,
+    ) -> Result<std::result::Result<(), tokio_postgres::Error>> {
+        let run = async { Ok(self.inner.batch_execute(sql).await) };
+        self.kept.answer("running an effect", run).await
     }
 
     /// The transaction of the client library, for effects.
@@ -408,7 +436,7 @@ impl Pool {
             conn: Some(conn),
             idle: self.idle.clone(),
             closed: self.closed.clone(),
-            _place: place,
+            place: Some(place),
         }
     }
 
@@ -425,7 +453,7 @@ pub(crate) struct Pooled {
     conn: Option<Conn>,
     idle: Arc<Mutex<Vec<Conn>>>,
     closed: Arc<AtomicBool>,
-    _place: OwnedSemaphorePermit,
+    place: Option<OwnedSemaphorePermit>,
 }
 
 impl std::ops::Deref for Pooled {
@@ -450,7 +478,24 @@ impl Drop for Pooled {
             && conn.is_usable()
             && !self.closed.load(Ordering::Relaxed)
         {
-            self.idle.lock().push(conn);
+            if !conn.kept.lent_out.load(Ordering::Relaxed) {
+                self.idle.lock().push(conn);
+                return;
+            }
+            // Through a pooler the session belongs to nobody. Without a runtime it is closed.
+            let pooled = conn.kept.statements.is_none();
+            let Ok(runtime) = tokio::runtime::Handle::try_current() else {
+                return;
+            };
+            let (idle, closed, place) = (self.idle.clone(), self.closed.clone(), self.place.take());
+            runtime.spawn(async move {
+                let clean = pooled || conn.batch("cleaning a connection", CLEAN).await.is_ok();
+                conn.kept.lent_out.store(false, Ordering::Relaxed);
+                if clean && !closed.load(Ordering::Relaxed) {
+                    idle.lock().push(conn);
+                }
+                drop(place);
+            });
         }
     }
 }

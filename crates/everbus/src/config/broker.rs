@@ -12,6 +12,7 @@ use crate::access::Access;
 pub(super) const KEYS: &[&str] = &[
     "type",
     "url",
+    "require_durability",
     "user",
     "password",
     "token",
@@ -21,7 +22,6 @@ pub(super) const KEYS: &[&str] = &[
     "synced",
     "copies",
     "allow_shorter_age",
-    "require_durability",
 ];
 const FOREIGN: &[(&str, bool)] = &[("dead_letter", false), ("raw", true)];
 
@@ -247,8 +247,8 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
 
 /// The keys for a server.
 fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> Access {
-    // All but type and url.
-    let mut given = KEYS.iter().skip(2).filter_map(|key| section.get(key));
+    // All but those that every engine has.
+    let mut given = KEYS.iter().skip(3).filter_map(|key| section.get(key));
     if kind != BrokerKind::Nats
         && let Some(field) = given.next()
     {

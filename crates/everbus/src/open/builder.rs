@@ -273,6 +273,7 @@ impl BusBuilder {
             return Err(too_long("the busy timeout", timeout));
         }
         let clock = self.options.clock.clone();
+        engines::check_access(url.as_ref(), &self.engine.access)?;
         let mut engine = engines::open(url.as_ref(), self.engine.clone(), clock.clone()).await?;
         if let Some(store) = &self.store {
             engines::check_apart(url.as_ref(), store)?;

@@ -127,6 +127,23 @@ fn not_built(feature: &str) -> Error {
     Error::new(Code::Unsupported, what).hint(hint)
 }
 
+/// Refuses access settings that the engine of a URL would ignore: who asks for TLS must not go without it.
+pub(crate) fn check_access(url: &str, access: &Access) -> Result<()> {
+    if !matches!(parse(url)?, Target::Postgres(_)) {
+        return Ok(());
+    }
+    let texts = [&access.user, &access.password, &access.token, &access.creds];
+    let given = texts.iter().any(|text| text.is_some());
+    if !access.tls && access.ca_file.is_none() && !given {
+        return Ok(());
+    }
+    Err(Error::new(
+        Code::InvalidSetting,
+        "the access to PostgreSQL stands in its URL, not beside it",
+    )
+    .hint("write postgres://user:password@host/database?sslmode=verify-full&sslrootcert=ca.pem"))
+}
+
 /// Refuses a store that is the file of the broker: that file has a history already.
 pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
     let (Target::Sqlite(broker), Target::Sqlite(store)) = (parse(broker)?, parse(store)?) else {
@@ -195,6 +212,21 @@ mod tests {
             assert_eq!(parse(url).unwrap(), Target::Sqlite(path.into()), "{url}");
         }
         assert_eq!(parse("memory:").unwrap(), Target::Memory);
+    }
+
+    // conformance: engines/postgres-access: TLS and credentials beside the URL of PostgreSQL are refused, not ignored
+    #[test]
+    fn access_that_would_be_ignored_is_refused() {
+        let (mut tls, mut user) = (Access::default(), Access::default());
+        tls.tls = true;
+        user.user = Some("me".into());
+        for access in [&tls, &user] {
+            let e = check_access("postgres://me@db/shop", access).unwrap_err();
+            assert_eq!(e.code(), Code::InvalidSetting);
+            assert!(e.hint_text().unwrap().contains("sslmode"));
+            check_access("nats://db", access).unwrap();
+        }
+        check_access("postgres://me@db/shop", &Access::default()).unwrap();
     }
 
     #[test]

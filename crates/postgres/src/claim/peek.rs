@@ -59,8 +59,8 @@ impl Postgres {
                (SELECT min(d.due) FROM everbus.deliveries d WHERE d.group_id = g.id AND d.state = 3),
                least((SELECT min(c.until) FROM everbus.claims c WHERE c.group_id = g.id),
                  (SELECT min(d.until) FROM everbus.deliveries d WHERE d.group_id = g.id AND d.state = 1)),
-               ARRAY (SELECT DISTINCT d.type FROM everbus.deliveries d
-                  WHERE d.group_id = g.id AND d.state = 3 AND {FIRST_OF_KEY}),
+               ARRAY (SELECT t.id FROM everbus.types t WHERE EXISTS (SELECT 1 FROM everbus.deliveries d
+                  WHERE d.group_id = g.id AND d.state = 3 AND d.type = t.id AND {FIRST_OF_KEY})),
                ARRAY (SELECT s.event_type FROM everbus.subscriptions s
                   WHERE s.group_id = g.id ORDER BY s.name)
              FROM everbus.groups g,

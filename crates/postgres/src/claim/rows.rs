@@ -14,7 +14,8 @@ const CRASHES_BEFORE_ISOLATION: i32 = 3;
 
 /// A row `d` that no other row of its key stands before, and none is in flight.
 pub(super) const FIRST_OF_KEY: &str = "(d.key IS NULL OR NOT EXISTS (SELECT 1 FROM everbus.deliveries o
-  WHERE o.group_id = d.group_id AND o.key = d.key AND o.seq <> d.seq AND (o.seq < d.seq OR o.state = 1)))";
+  WHERE o.group_id = d.group_id AND hashtextextended(o.key, 0) = hashtextextended(d.key, 0) AND o.key = d.key
+    AND o.seq <> d.seq AND (o.seq < d.seq OR o.state = 1)))";
 
 /// A row that may be handed out.
 pub(super) struct Ready {
@@ -202,7 +203,9 @@ impl Claim<'_, '_> {
         if left == 0 {
             return Ok(());
         }
-        let sql = "SELECT DISTINCT type FROM everbus.deliveries WHERE group_id = $1 AND state = 3";
+        let sql =
+            "SELECT t.id FROM everbus.types t WHERE EXISTS (SELECT 1 FROM everbus.deliveries d
+                   WHERE d.group_id = $1 AND d.state = 3 AND d.type = t.id)";
         let rows = self
             .tx
             .query("reading what has no handler", sql, &[&group.id])

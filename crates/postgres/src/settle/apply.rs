@@ -6,7 +6,7 @@ use everbus_core::{Event, Lease, Result, Settlement, Timestamp, Verdict};
 
 use super::changes::{Changes, decide};
 use super::held::Held;
-use super::{lost, parts};
+use super::{lost, parts, runs_effect};
 use crate::Postgres;
 use crate::append::{append_in, check_sets, conflict};
 use crate::bury::tell;
@@ -25,7 +25,13 @@ pub(super) async fn apply(
 ) -> Result<(Vec<Result<()>>, bool)> {
     let leases: Vec<Lease> = settlements.iter().map(|s| s.lease.clone()).collect();
     let owner = engine.session().owner();
-    let mut held = Held::read(tx, &leases, owner, held_after).await?;
+    // While an effect runs, nothing is locked that others need for their acks.
+    let effect_first = settlements.iter().any(|s| runs_effect(s));
+    let mut held = if effect_first {
+        Held::look(tx, &leases, owner, held_after).await?
+    } else {
+        Held::read(tx, &leases, owner, held_after).await?
+    };
     let mut seen = HashSet::new();
     let mut answers: Vec<Result<()>> = Vec::with_capacity(settlements.len());
     for settlement in settlements {
@@ -41,6 +47,15 @@ pub(super) async fn apply(
         });
     }
     let mut events = follow(engine, tx, settlements, &mut answers, now).await?;
+    if effect_first {
+        held = Held::read(tx, &leases, owner, held_after).await?;
+        let mut wanted = settlements.iter().zip(&answers);
+        let gone = wanted.find(|(s, answer)| answer.is_ok() && held.place(&s.lease).is_none());
+        if let Some((settlement, _)) = gone {
+            // Undoes the effect.
+            return Err(lost(&settlement.lease));
+        }
+    }
     let mut changes = Changes::default();
     for (settlement, answer) in settlements.iter().zip(&answers) {
         if answer.is_ok() {

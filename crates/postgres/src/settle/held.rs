@@ -43,14 +43,36 @@ pub(crate) struct Held {
 impl Held {
     /// Reads what is held after `now`, by this owner: the leases of another process are never ours to settle.
     pub(crate) async fn read(tx: &Tx<'_>, leases: &[Lease], owner: i64, now: i64) -> Result<Self> {
+        Self::read_with(tx, leases, owner, now, true).await
+    }
+
+    /// As [`read`](Self::read), without locks: what is held may be gone a moment later.
+    pub(super) async fn look(tx: &Tx<'_>, leases: &[Lease], owner: i64, now: i64) -> Result<Self> {
+        Self::read_with(tx, leases, owner, now, false).await
+    }
+
+    async fn read_with(
+        tx: &Tx<'_>,
+        leases: &[Lease],
+        owner: i64,
+        now: i64,
+        lock: bool,
+    ) -> Result<Self> {
+        let (lock_claims, lock_rows) = if lock {
+            ("FOR UPDATE", "FOR UPDATE OF d")
+        } else {
+            ("", "")
+        };
         let doing = "reading leases";
         let mut tokens: Vec<i64> = leases.iter().map(|lease| parts(lease).1).collect();
         tokens.sort_unstable();
         tokens.dedup();
-        let sql = "SELECT token, group_id, lo, hi, done::text FROM everbus.claims
-                   WHERE token = ANY ($1) AND until > $2 AND owner = $3 ORDER BY token FOR UPDATE";
+        let sql = format!(
+            "SELECT token, group_id, lo, hi, done::text FROM everbus.claims
+                   WHERE token = ANY ($1) AND until > $2 AND owner = $3 ORDER BY token {lock_claims}"
+        );
         let mut claims = BTreeMap::new();
-        for row in tx.query(doing, sql, &[&tokens, &now, &owner]).await? {
+        for row in tx.query(doing, &sql, &[&tokens, &now, &owner]).await? {
             let claim = Claim {
                 group: get(&row, 1)?,
                 lo: get_seq(&row, 2)?,
@@ -76,16 +98,18 @@ impl Held {
         if groups.is_empty() {
             return Ok(held);
         }
-        let sql = "SELECT d.group_id, d.seq, d.token, d.attempt, d.failures,
+        let sql = format!(
+            "SELECT d.group_id, d.seq, d.token, d.attempt, d.failures,
                      EXISTS (SELECT 1 FROM everbus.dead_letters x
                        WHERE x.seq = d.seq AND x.group_id = d.group_id AND x.retried_at IS NOT NULL)
                    FROM everbus.deliveries d
                    JOIN unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS x (group_id, seq, token)
                      ON d.group_id = x.group_id AND d.seq = x.seq AND d.token = x.token
                    WHERE d.state = 1 AND d.until > $4 AND d.owner = $5
-                   ORDER BY d.group_id, d.seq FOR UPDATE OF d";
+                   ORDER BY d.group_id, d.seq {lock_rows}"
+        );
         for row in tx
-            .query(doing, sql, &[&groups, &seqs, &tokens, &now, &owner])
+            .query(doing, &sql, &[&groups, &seqs, &tokens, &now, &owner])
             .await?
         {
             let leased = LeasedRow {

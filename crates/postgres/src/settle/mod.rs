@@ -1,20 +1,22 @@
 //! Settling deliveries: ack, skip, retry, release, dead-letter.
 //!
 //! Calls that wait at the same time share a transaction. A settlement with an effect has one of its own, so
-//! that the effect of one handler cannot undo the acks of others.
+//! that the effect of one handler cannot undo the acks of others, and a task of its own, so that a slow one
+//! does not hold them up.
 
 mod apply;
 mod changes;
 mod held;
 
 use std::collections::HashMap;
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use everbus_core::{Class, Code, Error, Lease, Result, Settlement, Verdict};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::Postgres;
+use crate::append::{check_texts, is_of_one};
 use crate::effect;
 use crate::pool::transaction;
 
@@ -43,6 +45,11 @@ pub(crate) fn lost(lease: &Lease) -> Error {
         ),
     )
     .hint("the event is delivered again; make handlers idempotent or raise the timeout")
+}
+
+/// The error of a settlement whose task ended early.
+fn unanswered() -> Error {
+    Error::new(Code::Unavailable, "the settlement was not finished").with_unknown_outcome()
 }
 
 /// The group and the fencing token of a lease.
@@ -80,34 +87,52 @@ pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedRece
             count += next.settlements.len();
             jobs.push(next);
         }
-        engine.settle_jobs(jobs).await;
+        let (slow, quick): (Vec<Job>, Vec<Job>) = jobs
+            .into_iter()
+            .partition(|job| job.settlements.iter().any(runs_effect));
+        for job in slow {
+            let engine = engine.clone();
+            tokio::spawn(async move { engine.settle_jobs(vec![job]).await });
+        }
+        if !quick.is_empty() {
+            engine.settle_jobs(quick).await;
+        }
     }
 }
 
+/// Whether a settlement runs work of a handler.
+pub(super) fn runs_effect(settlement: &Settlement) -> bool {
+    let effect = settlement.effect.as_ref();
+    settlement.verdict == Verdict::Ack && effect.is_some_and(|e| effect::check(e).is_ok())
+}
+
 impl Postgres {
-    async fn settle_jobs(&self, jobs: Vec<Job>) {
+    async fn settle_jobs(self: &Arc<Self>, jobs: Vec<Job>) {
         let began = Instant::now();
+        let mut answers: Vec<Vec<Option<Result<()>>>> = jobs
+            .iter()
+            .map(|job| job.settlements.iter().map(|_| None).collect())
+            .collect();
         let mut together = Vec::new();
         let mut alone = Vec::new();
         for (at, job) in jobs.iter().enumerate() {
             for (index, settlement) in job.settlements.iter().enumerate() {
-                let effect = settlement.effect.as_ref();
-                let runs = effect.is_some_and(|e| effect::check(e).is_ok());
-                if runs && settlement.verdict == Verdict::Ack {
+                let refused = settlement.follow_ups.iter().try_for_each(check_texts);
+                if let Err(error) = refused {
+                    answers[at][index] = Some(Err(error));
+                    continue;
+                }
+                if runs_effect(settlement) {
                     alone.push(((at, index), settlement));
                 } else {
                     together.push(((at, index), settlement));
                 }
             }
         }
-        let mut answers: Vec<Vec<Option<Result<()>>>> = jobs
-            .iter()
-            .map(|job| job.settlements.iter().map(|_| None).collect())
-            .collect();
         let mut failed: HashMap<usize, Error> = HashMap::new();
         if !together.is_empty() {
             let settlements: Vec<&Settlement> = together.iter().map(|(_, s)| *s).collect();
-            match self.settle_together(&settlements).await {
+            match self.settle_or_part(&settlements).await {
                 Ok(results) => {
                     for (((at, index), _), result) in together.iter().zip(results) {
                         answers[*at][*index] = Some(result);
@@ -120,18 +145,25 @@ impl Postgres {
                 }
             }
         }
-        for ((at, index), settlement) in alone {
-            let result = self.settle_together(&[settlement]).await;
-            answers[at][index] = Some(match result {
-                Ok(mut results) => results.pop().unwrap_or(Ok(())),
-                Err(error) => Err(error),
-            });
+        let mut running = tokio::task::JoinSet::new();
+        for (place, settlement) in alone {
+            let (engine, settlement) = (self.clone(), settlement.clone());
+            running.spawn(async move { (place, engine.settle_alone(&settlement).await) });
+        }
+        while let Some(ended) = running.join_next().await {
+            // A task that ended without a result leaves the outcome open; see below.
+            if let Ok(((at, index), result)) = ended {
+                answers[at][index] = Some(result);
+            }
         }
         let step = began.elapsed();
         for (at, (job, answers)) in jobs.into_iter().zip(answers).enumerate() {
             let answer = match failed.remove(&at) {
                 Some(error) => Err(error),
-                None => Ok(answers.into_iter().flatten().collect()),
+                None => Ok(answers
+                    .into_iter()
+                    .map(|answer| answer.unwrap_or_else(|| Err(unanswered())))
+                    .collect()),
             };
             if let Ok(results) = &answer {
                 for (settlement, result) in job.settlements.iter().zip(results) {
@@ -141,6 +173,33 @@ impl Postgres {
             let _ = job.reply.send(answer);
         }
         self.bell.ring_here();
+    }
+
+    /// Applies a settlement with an effect. Effects leave half of the connections to everything else.
+    async fn settle_alone(&self, settlement: &Settlement) -> Result<()> {
+        let _place = self.effects.acquire().await;
+        let mut results = self.settle_together(&[settlement]).await?;
+        results.pop().unwrap_or(Ok(()))
+    }
+
+    /// Applies settlements in one transaction. If one of them cannot be applied the others are, in smaller
+    /// transactions.
+    async fn settle_or_part(&self, settlements: &[&Settlement]) -> Result<Vec<Result<()>>> {
+        let mut results = Vec::with_capacity(settlements.len());
+        let mut parts = vec![settlements];
+        while let Some(part) = parts.pop() {
+            match self.settle_together(part).await {
+                Ok(answers) => results.extend(answers),
+                Err(error) if part.len() > 1 && is_of_one(&error) => {
+                    let (first, rest) = part.split_at(part.len() / 2);
+                    parts.extend([rest, first]);
+                }
+                Err(error) if part.len() == settlements.len() => return Err(error),
+                // Others were applied.
+                Err(error) => results.extend(part.iter().map(|_| Err(error.clone()))),
+            }
+        }
+        Ok(results)
     }
 
     /// Applies settlements in one transaction; each may be refused on its own.

@@ -29,7 +29,8 @@ CREATE TABLE everbus.log (
   attrs       text,                            -- JSON of all optional attributes
   payload     bytea NOT NULL
 );
-CREATE UNIQUE INDEX log_id ON everbus.log (id, tenant);
+-- Attributes may be longer than an entry of an index, so indexes have their hashes.
+CREATE UNIQUE INDEX log_id ON everbus.log (id, hashtextextended(tenant, 0));
 -- Payloads are often compressed, encrypted or small. Attributes are read with every row.
 ALTER TABLE everbus.log ALTER COLUMN payload SET STORAGE EXTERNAL;
 -- The log only grows at its end. Without inserts, only retention makes work for vacuum.
@@ -91,7 +92,8 @@ CREATE TABLE everbus.deliveries (
 CREATE INDEX deliveries_due ON everbus.deliveries (group_id, due, seq) WHERE state = 0;
 CREATE INDEX deliveries_leased ON everbus.deliveries (group_id, seq) WHERE state = 1;
 CREATE INDEX deliveries_unhandled ON everbus.deliveries (group_id, due, seq) WHERE state = 3;
-CREATE INDEX deliveries_key ON everbus.deliveries (group_id, key, seq) WHERE key IS NOT NULL;
+CREATE INDEX deliveries_unhandled_type ON everbus.deliveries (group_id, type) WHERE state = 3;
+CREATE INDEX deliveries_key ON everbus.deliveries (group_id, hashtextextended(key, 0), seq) WHERE key IS NOT NULL;
 
 CREATE TABLE everbus.dead_letters (
   seq           bigint NOT NULL,
@@ -111,7 +113,7 @@ CREATE INDEX dead_open       ON everbus.dead_letters (seq, group_id)       WHERE
 CREATE INDEX dead_open_group ON everbus.dead_letters (group_id, seq)       WHERE retried_at IS NULL;
 CREATE INDEX dead_open_type  ON everbus.dead_letters (type, seq, group_id) WHERE retried_at IS NULL;
 CREATE INDEX dead_died       ON everbus.dead_letters (died_at);
-CREATE INDEX dead_event      ON everbus.dead_letters (event_id);
+CREATE INDEX dead_event      ON everbus.dead_letters USING hash (event_id);
 
 -- Events a group passed over on purpose, with the reason. A row beyond the cursor of its group: dropped
 -- from a full stream, and the group passes it by.
@@ -142,9 +144,9 @@ CREATE TABLE everbus.inbox (
   group_id bigint NOT NULL,
   id       uuid NOT NULL,
   tenant   text COLLATE "C" NOT NULL,          -- '' for none
-  at       bigint NOT NULL,
-  PRIMARY KEY (group_id, id, tenant)
+  at       bigint NOT NULL
 );
+CREATE UNIQUE INDEX inbox_event ON everbus.inbox (group_id, id, hashtextextended(tenant, 0));
 
 -- The engines that consume. An owner is alive while it holds its advisory lock.
 CREATE SEQUENCE everbus.owner_seq AS bigint CACHE 1;

@@ -34,7 +34,7 @@ CREATE TABLE IF NOT EXISTS everbus.event_outbox (
   number         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY
 );
 CREATE UNIQUE INDEX IF NOT EXISTS event_outbox_id ON everbus.event_outbox (id);
-CREATE INDEX IF NOT EXISTS event_outbox_event ON everbus.event_outbox (event_id);
+CREATE INDEX IF NOT EXISTS event_outbox_event ON everbus.event_outbox USING hash (event_id);
 CREATE INDEX IF NOT EXISTS event_outbox_pending ON everbus.event_outbox (number) WHERE status = 'pending';
 CREATE INDEX IF NOT EXISTS event_outbox_waiting ON everbus.event_outbox (due) WHERE status = 'pending' AND attempts > 0;
 CREATE INDEX IF NOT EXISTS event_outbox_sent ON everbus.event_outbox (sent_at) WHERE status = 'sent';
@@ -114,7 +114,7 @@ CREATE TABLE IF NOT EXISTS everbus.outbox_dead_letters (
 );
 -- A tenant may be longer than an entry of an index.
 CREATE UNIQUE INDEX IF NOT EXISTS outbox_dead_letters_name ON everbus.outbox_dead_letters (md5(event));
-CREATE INDEX IF NOT EXISTS outbox_dead_letters_event ON everbus.outbox_dead_letters (event_id);
+CREATE INDEX IF NOT EXISTS outbox_dead_letters_event ON everbus.outbox_dead_letters USING hash (event_id);
 CREATE INDEX IF NOT EXISTS outbox_dead_letters_number ON everbus.outbox_dead_letters (number);
 CREATE INDEX IF NOT EXISTS outbox_dead_letters_died ON everbus.outbox_dead_letters (last_seen_at);
 

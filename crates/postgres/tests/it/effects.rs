@@ -5,7 +5,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use everbus::{Bus, HandlerError, Json, Router, postgres};
+use everbus_core::{
+    BoxFuture, Code, ConsumeOptions, Effect, EffectResult, Engine, GroupName, Lease, Pattern,
+    Settlement, SystemClock, Verdict,
+};
+use everbus_postgres::tokio_postgres::Transaction;
+use everbus_postgres::{ENGINE, Options, Slot};
 use everbus_testkit::servers::Postgres;
+use tokio::sync::Notify;
+
+use crate::support::{event, fresh_schema, group, open, options};
 
 // conformance: engines/postgres-in-transaction: an effect in the transaction of the ack happens exactly once, whatever its handler does
 // needs: PostgreSQL
@@ -56,4 +65,170 @@ async fn an_effect_happens_exactly_once() {
     assert!(runs.load(Ordering::SeqCst) > 10, "some runs failed");
     assert_eq!(server.sql_at(&url, "SELECT amount FROM balance"), "55");
     bus.shutdown().await.unwrap();
+}
+
+/// A group with its first events in flight, and their leases.
+async fn in_flight(engine: &Engine, name: &str, count: u32) -> Vec<Lease> {
+    engine.broker.declare(group(name)).await.unwrap();
+    let events = (0..count).map(event).collect();
+    engine.broker.append(events).await.unwrap();
+    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
+    let group = GroupName::new(name).unwrap();
+    let mut consumer = engine.broker.consume(group, wanted).await.unwrap();
+    let mut leases = Vec::new();
+    while leases.len() < count as usize {
+        let fetched = consumer.fetch(count as usize - leases.len()).await.unwrap();
+        leases.extend(fetched.into_iter().map(|delivery| delivery.lease));
+    }
+    // Closing would give the events back.
+    std::mem::forget(consumer);
+    leases
+}
+
+fn ack_with<F>(lease: &Lease, work: F) -> Settlement
+where
+    F: for<'a> Fn(&'a Transaction<'a>) -> BoxFuture<'a, EffectResult>
+        + Clone
+        + Send
+        + Sync
+        + 'static,
+{
+    let mut ack = Settlement::new(lease.clone(), Verdict::Ack);
+    ack.effect = Some(Effect::new(ENGINE, move |slot| {
+        let work = work.clone();
+        let slot = slot.downcast_ref::<Slot>().unwrap();
+        slot.set(Box::new(move |tx| work(tx)));
+        Ok(Vec::new())
+    }));
+    ack
+}
+
+async fn settle(engine: &Engine, settlement: Settlement) -> everbus_core::Result<()> {
+    let answers = engine.broker.settle(vec![settlement]).await;
+    answers.unwrap().remove(0)
+}
+
+// conformance: engines/postgres-slow-effect: while an effect runs, acks and other effects of the same claim go on
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_slow_effect_holds_nobody_up() {
+    let Some(url) = fresh_schema() else {
+        return;
+    };
+    let engine = open(&url).await;
+    let leases = in_flight(&engine, "g", 3).await;
+    let (begun, go_on) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let slow = {
+        let (begun, go_on) = (begun.clone(), go_on.clone());
+        ack_with(&leases[0], move |_| {
+            let (begun, go_on) = (begun.clone(), go_on.clone());
+            Box::pin(async move {
+                begun.notify_one();
+                go_on.notified().await;
+                Ok(Vec::new())
+            })
+        })
+    };
+    let broker = engine.broker.clone();
+    let slow = tokio::spawn(async move { broker.settle(vec![slow]).await });
+    begun.notified().await;
+    let others = async {
+        let ack = Settlement::new(leases[1].clone(), Verdict::Ack);
+        settle(&engine, ack).await.unwrap();
+        let quick = ack_with(&leases[2], |tx| {
+            Box::pin(async move {
+                tx.batch_execute("SELECT 1").await?;
+                Ok(Vec::new())
+            })
+        });
+        settle(&engine, quick).await.unwrap();
+    };
+    // Less than the patience, after which the slow effect would be given up.
+    let others = tokio::time::timeout(Duration::from_secs(20), others).await;
+    others.expect("others are settled while the effect runs");
+    go_on.notify_one();
+    slow.await.unwrap().unwrap().remove(0).unwrap();
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: engines/postgres-endless-effect: an effect that does not end is rolled back, and its lease can still be settled
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_effect_without_an_end_is_given_up() {
+    let Some(url) = fresh_schema() else {
+        return;
+    };
+    let brief = Options {
+        patience: Duration::from_secs(3),
+        ..options(Arc::new(SystemClock))
+    };
+    let engine = everbus_postgres::open(&url, brief).await.unwrap();
+    let leases = in_flight(&engine, "g", 1).await;
+    let endless = ack_with(&leases[0], |_| Box::pin(std::future::pending()));
+    let error = settle(&engine, endless).await.unwrap_err();
+    assert_eq!(error.code(), Code::EffectFailed, "{error:?}");
+    let ack = Settlement::new(leases[0].clone(), Verdict::Ack);
+    settle(&engine, ack).await.unwrap();
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: engines/postgres-effect-session: what an effect changes in its session is gone for the next user of the connection
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_effect_leaves_nothing_on_its_connection() {
+    let Some(url) = fresh_schema() else {
+        return;
+    };
+    // One connection for effects, and the last one used is the next one.
+    let engine = open(&url.replace("pool_size=6", "pool_size=2")).await;
+    let leases = in_flight(&engine, "g", 8).await;
+    for lease in &leases {
+        let work = ack_with(lease, |tx| {
+            Box::pin(async move {
+                let sql = "SELECT current_setting('synchronous_commit'),
+                           (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 4711)";
+                let row = tx.query_one(sql, &[]).await?;
+                let (commit, locks): (String, i64) = (row.get(0), row.get(1));
+                if (&*commit, locks) != ("on", 0) {
+                    return Err(format!("{commit} {locks}").into());
+                }
+                let sql = "SET synchronous_commit = off; SELECT pg_advisory_lock(4711)";
+                tx.batch_execute(sql).await?;
+                Ok(Vec::new())
+            })
+        });
+        // Cleaning comes after the answer: the lock of the effect before may still be there for a moment.
+        let settled = async {
+            loop {
+                match settle(&engine, work.clone()).await {
+                    Err(error) if error.message().ends_with("on 1") => {}
+                    other => return other,
+                }
+            }
+        };
+        let settled = tokio::time::timeout(Duration::from_secs(60), settled).await;
+        settled.expect("the lock goes").unwrap();
+    }
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: engines/postgres-deferred-constraint: a constraint that is checked at the commit is a failure of the effect
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_deferred_constraint_is_a_failed_effect() {
+    let Some(url) = fresh_schema() else {
+        return;
+    };
+    let engine = open(&url).await;
+    let leases = in_flight(&engine, "g", 1).await;
+    let work = ack_with(&leases[0], |tx| {
+        Box::pin(async move {
+            let sql = "CREATE TEMP TABLE part (id int PRIMARY KEY, whole int REFERENCES part
+                         DEFERRABLE INITIALLY DEFERRED);
+                       INSERT INTO part VALUES (1, 2)";
+            tx.batch_execute(sql).await?;
+            Ok(Vec::new())
+        })
+    });
+    let error = settle(&engine, work).await.unwrap_err();
+    assert_eq!(error.code(), Code::EffectFailed, "{error:?}");
+    let ack = Settlement::new(leases[0].clone(), Verdict::Ack);
+    settle(&engine, ack).await.unwrap();
+    engine.broker.close().await.unwrap();
 }

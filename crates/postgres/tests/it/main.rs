@@ -8,6 +8,7 @@
 )]
 
 mod bad_input;
+mod bounds;
 mod conformance;
 mod effects;
 mod faults;
