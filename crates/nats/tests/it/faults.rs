@@ -127,6 +127,7 @@ async fn a_publish_without_an_answer_is_stored_once() {
 }
 
 // conformance: contract/nats-known-id-cluster: on a stream with three copies a batch with a known and a new id stores the new event, and the stream lives
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_batch_with_a_known_id_leaves_a_cluster_alive() {
     let Some(cluster) = NatsCluster::start() else {

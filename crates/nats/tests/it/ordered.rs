@@ -60,6 +60,7 @@ async fn a_process_that_takes_over_keeps_the_order() {
 }
 
 // conformance: contract/nats-ordered-full: a process whose room is full of events that wait for one of a dead process gets that one
+// needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_process_takes_over() {
     let Some(url) = server::account() else { return };

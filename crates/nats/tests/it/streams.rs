@@ -300,6 +300,7 @@ async fn a_stream_of_another_program_is_compared() {
 }
 
 // conformance: contract/nats-own-streams: a stream in the place of the dead letters that would drop them is refused
+// needs: nats-server
 #[tokio::test]
 async fn a_stream_that_drops_dead_letters_is_refused() {
     for (config, said) in [
@@ -324,6 +325,7 @@ async fn a_stream_that_drops_dead_letters_is_refused() {
 }
 
 // conformance: contract/nats-foreign-consumer: a consumer of another program in the place of a group is refused, and left as it is
+// needs: nats-server
 #[tokio::test]
 async fn a_consumer_of_another_program_is_not_adopted() {
     let Some(url) = server::account() else { return };
@@ -343,6 +345,7 @@ async fn a_consumer_of_another_program_is_not_adopted() {
 }
 
 // conformance: contract/nats-stale-record: a process that knows an older record of a group takes no events from its newer subscriptions
+// needs: nats-server
 #[tokio::test]
 async fn a_stale_process_narrows_nothing() {
     let Some(url) = server::account() else { return };
@@ -384,6 +387,7 @@ async fn a_stale_process_narrows_nothing() {
 }
 
 // conformance: contract/nats-moved-pattern: events that wait in a stream are handled after their pattern moved to another stream
+// needs: nats-server
 #[tokio::test]
 async fn events_wait_where_their_pattern_was() {
     let Some(url) = server::account() else { return };
@@ -405,6 +409,7 @@ async fn events_wait_where_their_pattern_was() {
 }
 
 // conformance: contract/nats-recreated-stream: a group begins at the beginning of a stream that was removed and created again
+// needs: nats-server
 #[tokio::test]
 async fn a_recreated_stream_is_read_from_its_beginning() {
     let Some(url) = server::account() else { return };
@@ -428,6 +433,7 @@ async fn a_recreated_stream_is_read_from_its_beginning() {
 }
 
 // conformance: contract/nats-unknown-streams: a group consumes streams that the process that declares it does not know
+// needs: nats-server
 #[tokio::test]
 async fn a_group_reaches_streams_of_other_processes() {
     let Some(url) = server::account() else { return };
@@ -448,6 +454,7 @@ async fn a_group_reaches_streams_of_other_processes() {
 }
 
 // conformance: contract/nats-left-consumer: a new group does not go on where a removed one of its name was
+// needs: nats-server
 #[tokio::test]
 async fn a_consumer_that_a_removal_left_is_not_used() {
     let Some(url) = server::account() else { return };
@@ -465,6 +472,7 @@ async fn a_consumer_that_a_removal_left_is_not_used() {
 }
 
 // conformance: contract/nats-large-dead-letter: a dead letter is stored whole, however much its failures say and however large its payload is
+// needs: nats-server
 #[tokio::test]
 async fn a_large_dead_letter_is_stored() {
     let Some(url) = server::account() else { return };

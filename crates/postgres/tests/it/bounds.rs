@@ -40,6 +40,7 @@ fn failure(attempt: u32) -> Failure {
 }
 
 // conformance: engines/postgres-long-attributes: long keys, foreign ids and tenants go through publish, ordered retry, inbox and dead letter
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn long_attributes_go_everywhere() {
     let Some(url) = fresh_schema() else {
@@ -117,6 +118,7 @@ fn with_zero() -> Event {
 }
 
 // conformance: engines/postgres-bad-neighbour: an event or follow-up that cannot be stored fails its own call only
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_bad_event_fails_nobody_else() {
     let Some(url) = fresh_schema() else {
@@ -165,6 +167,7 @@ async fn a_bad_event_fails_nobody_else() {
 }
 
 // conformance: engines/postgres-other-keys: many events behind a retry of their key do not hold up other keys
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_key_in_retry_does_not_starve_the_others() {
     let Some(server) = Postgres::shared() else {

@@ -109,6 +109,7 @@ async fn settle(engine: &Engine, settlement: Settlement) -> everbus_core::Result
 }
 
 // conformance: engines/postgres-slow-effect: while an effect runs, acks and other effects of the same claim go on
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_effect_holds_nobody_up() {
     let Some(url) = fresh_schema() else {
@@ -151,6 +152,7 @@ async fn a_slow_effect_holds_nobody_up() {
 }
 
 // conformance: engines/postgres-endless-effect: an effect that does not end is rolled back, and its lease can still be settled
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_effect_without_an_end_is_given_up() {
     let Some(url) = fresh_schema() else {
@@ -171,6 +173,7 @@ async fn an_effect_without_an_end_is_given_up() {
 }
 
 // conformance: engines/postgres-effect-session: what an effect changes in its session is gone for the next user of the connection
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_effect_leaves_nothing_on_its_connection() {
     let Some(url) = fresh_schema() else {
@@ -210,6 +213,7 @@ async fn an_effect_leaves_nothing_on_its_connection() {
 }
 
 // conformance: engines/postgres-deferred-constraint: a constraint that is checked at the commit is a failure of the effect
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_deferred_constraint_is_a_failed_effect() {
     let Some(url) = fresh_schema() else {
