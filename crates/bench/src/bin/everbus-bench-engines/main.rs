@@ -164,7 +164,8 @@ fn compare(
     ours: &[Round],
 ) -> Vec<Line> {
     let end_to_end = if engine == "postgres" { 0.5 } else { 0.85 };
-    let rates: [(&'static str, fn(&Round) -> Duration, f64); 3] = [
+    type Took = fn(&Round) -> Duration;
+    let rates: [(&'static str, Took, f64); 3] = [
         ("publish", |r| r.publish, 0.85),
         ("consume", |r| r.consume, 0.85),
         ("end-to-end", |r| r.end_to_end, end_to_end),

@@ -119,7 +119,7 @@ async fn consume(consumer: &PullConsumer, events: usize) -> Outcome<Duration> {
             messages.push(message?);
         }
         done += messages.len();
-        try_join_all(messages.iter().map(|message| message.double_ack())).await?;
+        try_join_all(messages.iter().map(jetstream::Message::double_ack)).await?;
     }
     Ok(began.elapsed())
 }
