@@ -13,7 +13,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::Postgres;
 use crate::pool::{Sql, transaction};
-use crate::rows::{NewRow, RECORD, Stored, get, get_seq};
+use crate::rows::{AFTER_RECORD, NewRow, RECORD, Stored, get, get_seq};
 
 /// At most this many events and bytes share a transaction.
 const MOST_EVENTS: usize = 2000;
@@ -81,11 +81,10 @@ impl Postgres {
         let (events, replies): (Vec<_>, Vec<_>) =
             jobs.into_iter().map(|job| (job.events, job.reply)).unzip();
         let batches: Vec<&[Event]> = events.iter().map(Vec::as_slice).collect();
-        let lone = |batch: &&[Event]| matches!(batch, [event] if event.overflow().is_none());
-        let appended = if batches.iter().all(lone) {
-            self.append_lone(&events).await
-        } else {
-            self.append_sets(&batches).await
+        let appended = match self.append_new(&batches).await {
+            Ok(None) => self.append_sets(&batches).await,
+            Ok(Some(all)) => Ok(all.into_iter().map(Ok).collect()),
+            Err(error) => Err(error),
         };
         match appended {
             Ok(all) => {
@@ -106,32 +105,40 @@ impl Postgres {
         None
     }
 
-    /// Appends events that were published one by one, with a single statement that is its own transaction.
-    async fn append_lone(&self, events: &[Vec<Event>]) -> Result<Vec<Result<Vec<Appended>>>> {
-        let events: Vec<&Event> = events.iter().flatten().collect();
+    /// Appends events whose ids are all new, with a single statement that is its own transaction: that is the
+    /// usual case. `None`: nothing was done, since an id is taken, or an event needs more than its row.
+    async fn append_new(&self, batches: &[&[Event]]) -> Result<Option<Vec<Vec<Appended>>>> {
+        let events: Vec<&Event> = batches.iter().flat_map(|batch| batch.iter()).collect();
+        let mut ids = std::collections::HashSet::with_capacity(events.len());
+        for event in &events {
+            if event.overflow().is_some() || !ids.insert(key_of(event)) {
+                return Ok(None);
+            }
+        }
         let conn = self.pool.get().await?;
         let names = events.iter().map(|e| e.type_arc());
         let types = self.types.intern(&*conn, names, true).await?;
-        let mut tries = crate::pool::Tries::new();
-        loop {
+        let times = vec![self.micros(); events.len()];
+        let inserted = match insert_as(&*conn, &events, &types, &times, ALL_NEW).await {
+            Ok(inserted) => inserted,
+            // Somebody else stored an id at the same moment.
+            Err(error) if error.code() == Code::Busy => return Ok(None),
             // Without an answer nobody knows whether it was committed.
-            let times = vec![self.micros(); events.len()];
-            let inserted = insert(&*conn, &events, &types, &times).await;
-            let inserted = inserted.map_err(|e| match e.code() {
-                Code::Unavailable => e.with_unknown_outcome(),
-                _ => e,
-            });
-            let answered = match inserted {
-                Ok(inserted) => answer(self, &*conn, &events, &inserted).await,
-                Err(error) => Err(error),
-            };
-            match answered {
-                Ok(answers) => {
-                    return Ok(answers.into_iter().map(|a| a.map(|a| vec![a])).collect());
-                }
-                Err(error) => tries.again(error).await?,
+            Err(error) if error.code() == Code::Unavailable => {
+                return Err(error.with_unknown_outcome());
             }
+            Err(error) => return Err(error),
+        };
+        if inserted.len() < events.len() {
+            return Ok(None);
         }
+        let mut appended = inserted.into_iter().map(|(_, appended)| appended);
+        let lengths = batches.iter().map(|batch| batch.len());
+        Ok(Some(
+            lengths
+                .map(|n| appended.by_ref().take(n).collect())
+                .collect(),
+        ))
     }
 
     /// Appends batches in one transaction, each as a whole or not at all.
@@ -260,13 +267,13 @@ async fn answer(
     let mut known: HashMap<Key<'_>, Option<Arc<Recorded>>> = HashMap::new();
     let stored;
     let missing = events.iter().filter(|e| !new.contains_key(&key_of(e)));
-    let missing: Vec<uuid::Uuid> = missing.map(|e| e.id().as_uuid()).collect();
+    let missing: Vec<&Event> = missing.copied().collect();
     if !missing.is_empty() {
-        stored = with_ids(engine, db, missing).await?;
-        for found in &stored {
+        stored = with_ids(engine, db, &missing).await?;
+        for (tenant, found) in &stored {
             // A damaged event cannot be compared. It counts as another event.
             let intact = found.damage.is_none().then(|| found.record.clone());
-            known.insert(key_of(&found.record.event), intact);
+            known.insert((found.record.event.id(), tenant), intact);
         }
     }
     let mut answers = Vec::with_capacity(events.len());
@@ -309,18 +316,42 @@ pub(crate) fn reused(event: &Event) -> Error {
     .hint("use a new id for a new event; repeat a publish with the same content")
 }
 
-/// The stored events with these ids, of any tenant.
-pub(crate) async fn with_ids(
+/// The stored events with the ids of these events, each with its tenant.
+async fn with_ids(
     engine: &Postgres,
     db: &impl Sql,
-    ids: Vec<uuid::Uuid>,
-) -> Result<Vec<Stored>> {
-    let sql = format!("SELECT {RECORD} FROM everbus.log WHERE id = ANY ($1) ORDER BY seq");
-    let rows = db
-        .query("looking for an earlier publish", &sql, &[&ids])
-        .await?;
-    engine.types.read(db, &rows).await
+    events: &[&Event],
+) -> Result<Vec<(String, Stored)>> {
+    if events.is_empty() {
+        return Ok(Vec::new());
+    }
+    let ids: Vec<uuid::Uuid> = events.iter().map(|event| event.id().as_uuid()).collect();
+    let tenants: Vec<&str> = events.iter().map(|event| key_of(event).1).collect();
+    // Both columns of the unique index, so that the server knows without statistics how little it finds.
+    let sql = format!(
+        "SELECT {RECORD}, log.tenant FROM unnest($1::uuid[], $2::text[]) AS x (id, tenant)
+         JOIN everbus.log log ON log.id = x.id AND log.tenant = x.tenant"
+    );
+    let doing = "looking for an earlier publish";
+    let rows = db.query(doing, &sql, &[&ids, &tenants]).await?;
+    let stored = engine.types.read(db, &rows).await?;
+    let tenants = rows.iter().map(|row| get(row, AFTER_RECORD));
+    let found = tenants
+        .zip(stored)
+        .map(|(tenant, stored)| Ok((tenant?, stored)));
+    found.collect()
 }
+
+/// Inserts events only if all their ids are free. One that is taken at the same moment fails the statement.
+const ALL_NEW: &str =
+    "WHERE NOT EXISTS (SELECT 1 FROM unnest($7::uuid[], $8::text[]) AS y (id, tenant)
+                 JOIN everbus.log k ON k.id = y.id AND k.tenant = y.tenant)
+               ORDER BY x.place";
+/// Inserts events whose ids are free. An id that is taken is left out before it takes a number; only one that
+/// is taken at the same moment leaves a gap.
+const THE_NEW: &str =
+    "WHERE NOT EXISTS (SELECT 1 FROM everbus.log k WHERE k.id = x.id AND k.tenant = x.tenant)
+               ORDER BY x.place ON CONFLICT (id, hashtextextended(tenant, 0)) DO NOTHING";
 
 /// Inserts events whose ids are free, each with its time of receipt, and returns those.
 pub(crate) async fn insert<'e>(
@@ -328,6 +359,16 @@ pub(crate) async fn insert<'e>(
     events: &[&'e Event],
     types: &HashMap<Arc<str>, i32>,
     received_at: &[i64],
+) -> Result<Vec<(&'e Event, Appended)>> {
+    insert_as(db, events, types, received_at, THE_NEW).await
+}
+
+async fn insert_as<'e>(
+    db: &impl Sql,
+    events: &[&'e Event],
+    types: &HashMap<Arc<str>, i32>,
+    received_at: &[i64],
+    which: &str,
 ) -> Result<Vec<(&'e Event, Appended)>> {
     let mut columns = Columns::with_capacity(events.len());
     let mut times = Vec::with_capacity(events.len());
@@ -339,9 +380,9 @@ pub(crate) async fn insert<'e>(
             times.push(*at);
         }
     }
-    // The last time of receipt is never undercut, whatever the clock does. An id that is taken is left out
-    // before it takes a number; only one that is taken at the same moment leaves a gap.
-    let sql = "INSERT INTO everbus.log (received_at, occurred_at, expires_at, type, version, checksum, id,
+    // The last time of receipt is never undercut, whatever the clock does.
+    let sql = format!(
+        "INSERT INTO everbus.log (received_at, occurred_at, expires_at, type, version, checksum, id,
                  tenant, app, entity_type, entity_id, address, attrs, payload)
                SELECT greatest(x.received_at, (SELECT l.received_at FROM everbus.log l ORDER BY l.seq DESC LIMIT 1)),
                  x.occurred_at, x.expires_at, x.type, x.version, x.checksum, x.id, x.tenant, x.app,
@@ -350,15 +391,13 @@ pub(crate) async fn insert<'e>(
                  $7::uuid[], $8::text[], $9::text[], $10::text[], $11::text[], $12::text[], $13::text[],
                  $14::bytea[]) WITH ORDINALITY AS x (received_at, occurred_at, expires_at, type, version, checksum, id,
                  tenant, app, entity_type, entity_id, address, attrs, payload, place)
-               WHERE NOT EXISTS (SELECT 1 FROM everbus.log k WHERE k.id = x.id AND k.tenant = x.tenant)
-               ORDER BY x.place
-               ON CONFLICT (id, hashtextextended(tenant, 0)) DO NOTHING
-               RETURNING seq, received_at, id, tenant";
+               {which} RETURNING seq, received_at, id, tenant"
+    );
     let c = &columns;
     let rows = db
         .query(
             "publishing",
-            sql,
+            &sql,
             &[
                 &times,
                 &c.occurred_at,
@@ -469,23 +508,13 @@ pub(crate) async fn check_sets(
     db: &impl Sql,
     sets: &[&[Event]],
 ) -> Result<Vec<Result<()>>> {
-    let ids: Vec<uuid::Uuid> = sets
-        .iter()
-        .copied()
-        .flatten()
-        .map(|e| e.id().as_uuid())
-        .collect();
-    if ids.is_empty() {
-        return Ok(sets.iter().map(|_| Ok(())).collect());
-    }
-    let stored = with_ids(engine, db, ids).await?;
+    let events: Vec<&Event> = sets.iter().flat_map(|set| set.iter()).collect();
+    let stored = with_ids(engine, db, &events).await?;
     let mut known: HashMap<Key<'_>, Option<&Event>> = HashMap::new();
-    for found in &stored {
+    for (tenant, found) in &stored {
         let event = &found.record.event;
-        known.insert(
-            key_of(event),
-            Some(event).filter(|_| found.damage.is_none()),
-        );
+        let intact = Some(event).filter(|_| found.damage.is_none());
+        known.insert((event.id(), tenant), intact);
     }
     let mut answers = Vec::with_capacity(sets.len());
     for set in sets {

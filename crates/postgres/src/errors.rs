@@ -26,6 +26,7 @@ fn classify(state: &SqlState) -> (Code, &'static str) {
     match *state {
         SqlState::T_R_SERIALIZATION_FAILURE
         | SqlState::T_R_DEADLOCK_DETECTED
+        | SqlState::UNIQUE_VIOLATION
         | SqlState::LOCK_NOT_AVAILABLE => (Code::Busy, "repeat it: another transaction was first"),
         SqlState::INVALID_PASSWORD | SqlState::INVALID_AUTHORIZATION_SPECIFICATION => (
             Code::InvalidUrl,

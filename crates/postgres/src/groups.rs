@@ -171,22 +171,23 @@ pub(crate) async fn caught_up(
     }
     types.learn_all(db).await?;
     let unwanted = group.unwanted(types);
-    let sql = "SELECT min(l.seq) FROM everbus.log l
-               WHERE l.seq > $1 AND l.seq <= $2 AND NOT (l.type = ANY ($3))
-                 AND (l.address IS NULL OR l.address = $4 OR $5)
-                 AND NOT EXISTS (SELECT 1 FROM everbus.skips s WHERE s.group_id = $6 AND s.seq = l.seq)";
-    let (cursor, upto) = (to_sql(group.cursor), to_sql(decided));
+    let sql = "SELECT l.seq FROM everbus.log l
+               WHERE l.seq > $1 AND NOT (l.type = ANY ($2))
+                 AND CASE WHEN l.address IS NULL THEN true ELSE l.address = $3 OR $4 END
+                 AND NOT EXISTS (SELECT 1 FROM everbus.skips s WHERE s.group_id = $5 AND s.seq = l.seq)
+               ORDER BY l.seq LIMIT 1";
+    let cursor = to_sql(group.cursor);
     let values: crate::pool::Params<'_> = &[
         &cursor,
-        &upto,
         &unwanted,
         &group.name.as_str(),
         &group.is_archive(),
         &group.id,
     ];
-    let row = db.one("looking where a group is", sql, values).await?;
-    let first: Option<i64> = get(&row, 0)?;
-    Ok(first.map_or(decided, |first| crate::rows::seq_from(first) - 1))
+    let row = db.first("looking where a group is", sql, values).await?;
+    let first = row.map(|row| get_seq(&row, 0)).transpose()?;
+    let before = first.map_or(decided, |first| first - 1);
+    Ok(before.min(decided))
 }
 
 /// What never changes of a group while it exists.

@@ -122,7 +122,7 @@ impl Postgres {
         let unwanted = group.unwanted(&self.types);
         let sql = "SELECT l.type, count(*), min(l.received_at) FROM everbus.log l
                    WHERE l.seq > $1 AND NOT (l.type = ANY ($2))
-                     AND (l.address IS NULL OR l.address = $3 OR $4)
+                     AND CASE WHEN l.address IS NULL THEN true ELSE l.address = $3 OR $4 END
                      AND ($1 >= $5 OR NOT EXISTS
                        (SELECT 1 FROM everbus.skips s WHERE s.group_id = $6 AND s.seq = l.seq))
                      AND NOT EXISTS

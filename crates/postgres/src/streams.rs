@@ -31,7 +31,7 @@ const OWED: &str = "
       WHERE c.group_id = $1 AND l.type = ANY ($2)
     UNION ALL
     SELECT l.seq, true FROM everbus.log l
-      WHERE l.seq > $4 AND l.type = ANY ($3) AND (l.address IS NULL OR l.address = $5 OR $6)
+      WHERE l.seq > $4 AND l.type = ANY ($3) AND CASE WHEN l.address IS NULL THEN true ELSE l.address = $5 OR $6 END
         AND NOT EXISTS (SELECT 1 FROM everbus.skips s WHERE s.group_id = $1 AND s.seq = l.seq)
         AND NOT EXISTS (SELECT 1 FROM everbus.deliveries d WHERE d.group_id = $1 AND d.seq = l.seq)";
 

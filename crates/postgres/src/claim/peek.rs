@@ -46,7 +46,7 @@ impl Postgres {
         let sql = format!(
             "SELECT g.cursor, s.newest,
                (SELECT min(l.seq) FROM (SELECT l.seq FROM everbus.log l WHERE l.seq > g.cursor
-                  AND NOT (l.type = ANY ($3)) AND (l.address IS NULL OR l.address = g.name OR $4)
+                  AND NOT (l.type = ANY ($3)) AND CASE WHEN l.address IS NULL THEN true ELSE l.address = g.name OR $4 END
                   ORDER BY l.seq LIMIT 1) l),
                EXISTS (SELECT 1 FROM everbus.deliveries d WHERE d.group_id = g.id AND d.state = 0
                   AND d.due <= $2 AND NOT d.suspect AND {FIRST_OF_KEY}),

@@ -13,10 +13,11 @@ const BATCH: usize = 100;
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement"]
 async fn speed() {
+    let given = std::env::var("EVERBUS_POSTGRES").ok();
     let Some(server) = Postgres::start() else {
         return;
     };
-    let url = server.fresh_database();
+    let url = given.unwrap_or_else(|| server.fresh_database());
     let engine = everbus_postgres::open(&url, everbus_postgres::Options::default())
         .await
         .unwrap();
