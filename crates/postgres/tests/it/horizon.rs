@@ -3,8 +3,11 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use everbus_core::{ConsumeOptions, Cursor, GroupName, Pattern, Settlement, Verdict};
+use everbus_core::{
+    ConsumeOptions, Consumer, Cursor, Engine, GroupName, Pattern, Settlement, Verdict,
+};
 use everbus_postgres::tokio_postgres::{Client, NoTls};
+use everbus_testkit::servers::{Postgres, PostgresOptions};
 
 use crate::support::{event, fresh_schema, group, open};
 
@@ -100,7 +103,7 @@ async fn what_commits_late_is_not_passed_over() {
     engine.broker.close().await.unwrap();
 }
 
-// conformance: engines/postgres-rolled-back: a number whose transaction was rolled back, or is prepared, holds readers back no longer than that
+// conformance: engines/postgres-rolled-back: a number whose transaction was rolled back holds readers back no longer than that
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_never_commits_holds_nobody_back() {
     let Some(url) = fresh_schema() else { return };
@@ -196,6 +199,193 @@ async fn many_writers_lose_nothing() {
         assert!(answers.iter().all(Result::is_ok), "{answers:?}");
     }
     assert_eq!(seen, expected);
+    engine.broker.close().await.unwrap();
+}
+
+/// Fetches and acknowledges until these events have come.
+async fn receive(engine: &Engine, consumer: &mut Box<dyn Consumer>, expected: &BTreeSet<u64>) {
+    let mut seen = BTreeSet::new();
+    while seen != *expected {
+        let fetched = tokio::time::timeout(Duration::from_secs(20), consumer.fetch(64)).await;
+        let missing: Vec<_> = expected.difference(&seen).copied().collect();
+        // An error is that of a connection to the server before.
+        let Ok(batch) = fetched.unwrap_or_else(|_| panic!("never came: {missing:?}")) else {
+            continue;
+        };
+        let mut acks = Vec::new();
+        for delivery in batch {
+            seen.insert(delivery.record.position.place());
+            acks.push(Settlement::new(delivery.lease, Verdict::Ack));
+        }
+        let answers = engine.broker.settle(acks).await.unwrap();
+        assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+    }
+}
+
+/// Appends events, and again if a connection to the server before was met.
+async fn append(engine: &Engine, count: u32) -> BTreeSet<u64> {
+    let batch: Vec<_> = (0..count).map(event).collect();
+    loop {
+        if let Ok(answers) = engine.broker.append(batch.clone()).await {
+            let places = answers.into_iter().map(|a| a.unwrap().position.place());
+            return places.collect();
+        }
+    }
+}
+
+/// What the engine says holds the log back.
+async fn held_back(engine: &Engine) -> Option<String> {
+    loop {
+        if let Ok(mut infos) = engine.broker.inspect().await {
+            return infos.remove(0).held_back;
+        }
+    }
+}
+
+// conformance: engines/postgres-rewound: numbers that a killed server gives again are read again: no event below a number seen before the kill is passed over
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_server_gives_numbers_again() {
+    // The numbers of an open transaction reach the disk with the next commit, or by this process.
+    let options_ = PostgresOptions::default().setting("wal_writer_delay=10s");
+    let Some(server) = Postgres::start_with(options_) else {
+        return;
+    };
+    let url = format!("{}?schema=everbus", server.fresh_database());
+    let engine = open(&url).await;
+    engine.broker.declare(group("g")).await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume(GroupName::new("g").unwrap(), options())
+        .await
+        .unwrap();
+    let first = append(&engine, 10).await;
+    receive(&engine, &mut consumer, &first).await;
+    let (slow, schema) = plain(&url).await;
+    slow.batch_execute(&format!(
+        "BEGIN; INSERT INTO {schema}.log (received_at, occurred_at, type, version, id, tenant, payload)
+         SELECT 0, 0, t.id, 1, gen_random_uuid(), '', '\\x37'
+         FROM {schema}.types t, generate_series(1, 2000) WHERE t.name = 'a.b'"
+    ))
+    .await
+    .unwrap();
+    assert!(held_back(&engine).await.is_some());
+    server.restart();
+    let (slow, _) = plain(&url).await;
+    let late = insert_slowly(&slow, &schema).await.unsigned_abs();
+    assert!(late < 1000, "the server gave no number again: {late}");
+    let mut expected = append(&engine, 1).await;
+    // The event of the open transaction has the lower number.
+    assert!(held_back(&engine).await.is_some());
+    let early = tokio::time::timeout(Duration::from_millis(500), async {
+        loop {
+            if let Ok(batch) = consumer.fetch(10).await {
+                return batch;
+            }
+        }
+    });
+    assert!(early.await.is_err(), "an event beyond the gap came");
+    slow.batch_execute("COMMIT").await.unwrap();
+    expected.insert(late);
+    expected.extend(append(&engine, 20).await);
+    receive(&engine, &mut consumer, &expected).await;
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: engines/postgres-prepared: an event in a prepared transaction holds the log back, over a restart of the server too, and comes when it is committed
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_prepared_is_waited_for() {
+    let options_ = PostgresOptions::default().setting("max_prepared_transactions=4");
+    let Some(server) = Postgres::start_with(options_) else {
+        return;
+    };
+    let url = format!("{}?schema=everbus", server.fresh_database());
+    let engine = open(&url).await;
+    engine.broker.declare(group("g")).await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume(GroupName::new("g").unwrap(), options())
+        .await
+        .unwrap();
+    let first = append(&engine, 1).await;
+    receive(&engine, &mut consumer, &first).await;
+    let (slow, schema) = plain(&url).await;
+    let late = insert_slowly(&slow, &schema).await.unsigned_abs();
+    slow.batch_execute("PREPARE TRANSACTION 'slow one'")
+        .await
+        .unwrap();
+    let mut expected = append(&engine, 3).await;
+    let said = held_back(&engine).await.expect("what holds the log back");
+    assert!(said.contains("slow one"), "{said}");
+    server.restart();
+    let said = held_back(&engine).await.expect("what holds the log back");
+    assert!(said.contains("slow one"), "{said}");
+    // A second look: the names of its locks have changed with the restart.
+    expected.extend(append(&engine, 1).await);
+    let said = held_back(&engine).await.expect("what holds the log back");
+    assert!(said.contains("slow one"), "{said}");
+    let (slow, _) = plain(&url).await;
+    slow.batch_execute("COMMIT PREPARED 'slow one'")
+        .await
+        .unwrap();
+    expected.insert(late);
+    receive(&engine, &mut consumer, &expected).await;
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: engines/postgres-isolation: with another default_transaction_isolation an event that commits while a claim waits is not passed over
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_default_isolation_of_the_database_does_not_matter() {
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
+    let base = server.fresh_database();
+    let name = base.rsplit('/').next().unwrap().split('?').next().unwrap();
+    server.sql(&format!(
+        "ALTER DATABASE {name} SET default_transaction_isolation = 'repeatable read'"
+    ));
+    let url = format!("{base}?schema=everbus");
+    let engine = open(&url).await;
+    engine.broker.declare(group("g")).await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume(GroupName::new("g").unwrap(), options())
+        .await
+        .unwrap();
+    let mut expected = append(&engine, 1).await;
+    // The claim waits for the lock of the group, after its transaction has begun.
+    let (blocker, schema) = plain(&url).await;
+    let sql = format!("BEGIN; SELECT 1 FROM {schema}.groups FOR UPDATE");
+    blocker.batch_execute(&sql).await.unwrap();
+    let engine = std::sync::Arc::new(engine);
+    let receiving = tokio::spawn({
+        let engine = engine.clone();
+        async move {
+            let first = consumer.fetch(1).await.unwrap();
+            (consumer, first, engine)
+        }
+    });
+    let (watcher, _) = plain(&url).await;
+    let sql = "SELECT count(*) FROM pg_locks WHERE NOT granted AND pid IN
+               (SELECT pid FROM pg_stat_activity WHERE datname = current_database())";
+    while watcher.query_one(sql, &[]).await.unwrap().get::<_, i64>(0) == 0 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let second = append(&engine, 1).await;
+    blocker.batch_execute("COMMIT").await.unwrap();
+    let (mut consumer, got, _) = receiving.await.unwrap();
+    for delivery in got {
+        assert!(expected.remove(&delivery.record.position.place()));
+        let ack = Settlement::new(delivery.lease, Verdict::Ack);
+        engine
+            .broker
+            .settle(vec![ack])
+            .await
+            .unwrap()
+            .remove(0)
+            .unwrap();
+    }
+    expected.extend(second);
+    receive(&engine, &mut consumer, &expected).await;
     engine.broker.close().await.unwrap();
 }
 

@@ -12,6 +12,7 @@ mod conformance;
 mod effects;
 mod faults;
 mod horizon;
+mod odd_values;
 mod outbox;
 mod pooler;
 mod speed;
