@@ -37,6 +37,7 @@ async fn insert_slowly(client: &Client, schema: &str) -> i64 {
 }
 
 // conformance: engines/postgres-late-commit: an event that commits after events with higher numbers reaches every group and reader
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_commits_late_is_not_passed_over() {
     let Some(url) = fresh_schema() else { return };
@@ -104,6 +105,7 @@ async fn what_commits_late_is_not_passed_over() {
 }
 
 // conformance: engines/postgres-rolled-back: a number whose transaction was rolled back holds readers back no longer than that
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_never_commits_holds_nobody_back() {
     let Some(url) = fresh_schema() else { return };
@@ -132,6 +134,7 @@ async fn what_never_commits_holds_nobody_back() {
 }
 
 // conformance: engines/postgres-many-writers: with many writers that commit late, in any order or not at all, a group gets every committed event once
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn many_writers_lose_nothing() {
     const WRITERS: u64 = 6;
@@ -243,6 +246,7 @@ async fn held_back(engine: &Engine) -> Option<String> {
 }
 
 // conformance: engines/postgres-rewound: numbers that a killed server gives again are read again: no event below a number seen before the kill is passed over
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_server_gives_numbers_again() {
     // The numbers of an open transaction reach the disk with the next commit, or by this process.
@@ -292,6 +296,7 @@ async fn a_killed_server_gives_numbers_again() {
 }
 
 // conformance: engines/postgres-prepared: an event in a prepared transaction holds the log back, over a restart of the server too, and comes when it is committed
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_prepared_is_waited_for() {
     let options_ = PostgresOptions::default().setting("max_prepared_transactions=4");
@@ -333,6 +338,7 @@ async fn what_is_prepared_is_waited_for() {
 }
 
 // conformance: engines/postgres-isolation: with another default_transaction_isolation an event that commits while a claim waits is not passed over
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_default_isolation_of_the_database_does_not_matter() {
     let Some(server) = Postgres::shared() else {

@@ -14,6 +14,7 @@ fn options() -> ConsumeOptions {
 }
 
 // conformance: engines/postgres-odd-failures: the text of an error may hold a zero character, or its escape, and what cannot be read of earlier failures stops nobody
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn any_text_of_an_error_can_be_kept() {
     let Some(url) = fresh_schema() else { return };
@@ -76,6 +77,7 @@ async fn any_text_of_an_error_can_be_kept() {
 }
 
 // conformance: engines/postgres-version: the highest schema version is stored as it is
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_highest_version_comes_back() {
     let Some(url) = fresh_schema() else { return };
@@ -101,6 +103,7 @@ async fn the_highest_version_comes_back() {
 }
 
 // conformance: engines/postgres-removed-around: an event between removed ones reaches an ephemeral group that has not read it yet
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_kept_between_removed_events_comes() {
     let Some(url) = fresh_schema() else { return };
