@@ -79,7 +79,11 @@ async fn a_publish_without_an_answer_is_stored_once() {
     for number in 1..=6 {
         let batch: Vec<Event> = (0..=number % 2).map(|i| event(10 * number + i)).collect();
         // A lone event is its own transaction; the commit of a batch is a statement of its own.
-        let needle: &[u8] = if batch.len() == 1 { b"a.b" } else { b"COMMIT" };
+        let needle: &[u8] = if batch.len() == 1 {
+            b"a.b"
+        } else {
+            b"COMMIT\0"
+        };
         proxy.cut_before_reply_to(needle, 1);
         loop {
             match engine.broker.append(batch.clone()).await {
