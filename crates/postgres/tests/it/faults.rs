@@ -77,14 +77,11 @@ async fn a_publish_without_an_answer_is_stored_once() {
     engine.broker.append(vec![event(0)]).await.unwrap();
     let mut unknown = 0;
     for number in 1..=6 {
-        let batch: Vec<Event> = (0..=number % 2).map(|i| event(10 * number + i)).collect();
-        // A lone event is its own transaction; the commit of a batch is a statement of its own.
-        let needle: &[u8] = if batch.len() == 1 {
-            b"a.b"
-        } else {
-            b"COMMIT\0"
-        };
-        proxy.cut_before_reply_to(needle, 1);
+        let marked = |n: u32| Event::builder("a.b").json(&format!("marked {n}")).build();
+        let batch = (0..=number % 2).map(|i| marked(10 * number + i).unwrap());
+        let batch: Vec<Event> = batch.collect();
+        // The statement with the payloads is its own transaction.
+        proxy.cut_before_reply_to(b"marked", 1);
         loop {
             match engine.broker.append(batch.clone()).await {
                 Ok(answers) => {
