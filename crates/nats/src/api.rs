@@ -16,7 +16,7 @@ use crate::client::Link;
 use crate::errors::{ApiError, number, unreadable};
 
 const API: &str = "$JS.API.";
-/// How long a request is repeated while nobody answers.
+/// How long a request is repeated while no server answers.
 const PATIENCE: Duration = Duration::from_secs(12);
 
 /// The state of a stream.

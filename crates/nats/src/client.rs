@@ -267,7 +267,7 @@ impl Link {
         };
         answer.map_err(|error| match error.kind() {
             RequestErrorKind::NoResponders => {
-                self.away("nobody answers, which happens while a leader is elected")
+                self.away("no server answers, which happens while a leader is elected")
             }
             RequestErrorKind::MaxPayloadExceeded => self.too_large(),
             RequestErrorKind::InvalidSubject => Error::new(

@@ -20,7 +20,7 @@ use crate::streams::{self, StreamHandle};
 const TRIES: usize = 50;
 /// The server removes the consumer of an ephemeral group after this long without a request.
 const INACTIVE: Duration = Duration::from_secs(3600);
-/// The lease of a group that nobody has consumed yet.
+/// The lease of a group that no process has consumed yet.
 const FIRST_LEASE: Duration = Duration::from_secs(40);
 /// Unsettled events of a group and stream beyond this wait.
 const MAX_PENDING: u64 = 100_000;

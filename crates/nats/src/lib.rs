@@ -8,7 +8,7 @@
 //! | id | `Nats-Msg-Id`, known to the server for a window (`append`) |
 //! | position | stream and sequence |
 //! | group | a record in `EVERBUS_GROUPS` (`groups`), and a durable pull consumer in each of its streams |
-//! | ephemeral group | a consumer that the server removes when nobody asks it for an hour |
+//! | ephemeral group | a consumer that the server removes when no process has asked it for an hour |
 //! | lease | `ack_wait` of the consumer; extended by `+WPI` |
 //! | retry after a delay, release | `-NAK` with the delay |
 //! | dead letter | a message in `DLQ`, then `+TERM` |

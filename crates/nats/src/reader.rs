@@ -2,7 +2,7 @@
 //! on the consumer's desk.
 //!
 //! It asks the server for no more than the last `fetch` wanted, because the server counts every message that it
-//! sends as a delivery. A message that nobody takes from the desk is given back before its lease ends.
+//! sends as a delivery. A message that no fetch takes from the desk is given back before its lease ends.
 
 use std::collections::VecDeque;
 use std::pin::{Pin, pin};
@@ -498,7 +498,7 @@ impl Reader {
         }
     }
 
-    /// Messages that nobody took in time go to other consumers.
+    /// Messages that no fetch took in time go to other consumers.
     async fn give_back_stale(&self) {
         let stale = |item: &Item| item.came.elapsed() > item.lease / 2;
         let items: Vec<Item> = {

@@ -41,7 +41,7 @@ pub(crate) struct Source {
 pub(crate) enum Status {
     /// Nothing of interest.
     Alive,
-    /// The consumer is gone, or nobody answers for it.
+    /// The consumer is gone, or no server answers for it.
     Gone,
     /// Another process gets the messages of an ordered group.
     Unpinned,

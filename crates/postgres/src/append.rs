@@ -123,7 +123,7 @@ impl Postgres {
             Ok(inserted) => inserted,
             // Somebody else stored an id at the same moment.
             Err(error) if error.code() == Code::Busy => return Ok(None),
-            // Without an answer nobody knows whether it was committed.
+            // Without an answer it is unknown whether it was committed.
             Err(error) if error.code() == Code::Unavailable => {
                 return Err(error.with_unknown_outcome());
             }
@@ -203,7 +203,7 @@ pub(crate) fn check_texts(event: &Event) -> Result<()> {
     Ok(())
 }
 
-/// An id that was free a moment ago: somebody else stored it meanwhile, so look again.
+/// An id that was free a moment ago: another publisher stored it meanwhile, so look again.
 pub(crate) fn conflict(error: Error) -> Error {
     match error.code() {
         Code::IdReused => Error::new(Code::Busy, error.message()),
@@ -426,7 +426,7 @@ async fn insert_as<'e>(
         let Some(event) = event else {
             return Err(Error::new(
                 Code::Internal,
-                "an event was stored that nobody sent",
+                "an event was stored that no caller sent",
             ));
         };
         let position = Position::seq(get_seq(row, 0)?);

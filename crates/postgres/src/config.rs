@@ -12,7 +12,7 @@ use tokio_postgres::config::SslMode;
 ///
 /// | setting | default | |
 /// |---|---|---|
-/// | `sslmode` | `prefer` | `disable`; `prefer`: TLS if the server offers it, **else plain text**; `require`: TLS, whoever the server is; `verify-full`: TLS, and the certificate and the name of the host are checked |
+/// | `sslmode` | `prefer` | `disable`; `prefer`: TLS if the server offers it, **else plain text**; `require`: TLS, without a check of the certificate; `verify-full`: TLS, and the certificate and the name of the host are checked |
 /// | `sslrootcert` | those of the system | a PEM file with root certificates; needs `verify-full` |
 /// | `schema` | `everbus` | where the tables are |
 /// | `pool_size` | 10 | connections, besides one for notifications; effects use at most half of them |

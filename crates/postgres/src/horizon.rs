@@ -4,7 +4,7 @@
 //! that saw event 7 and remembered "up to 7" would never see event 6, whose transaction commits later. So
 //! readers go no further than the horizon: every number up to it is an event that all can see, or will never
 //! be one. The rule is in the function `everbus.horizon` of `sql/broker.sql`; here is what one engine knows
-//! already. It stays true for one run of the server: after a crash, numbers that nobody committed are given
+//! already. It stays true for one run of the server: after a crash, numbers that were never committed are given
 //! again, and a standby that takes over may know less.
 
 use std::sync::Arc;

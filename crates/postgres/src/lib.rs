@@ -15,8 +15,8 @@
 //! mode (`pooler=transaction`) everything works but what belongs to a session: name the server behind it as
 //! `direct_url` to have notifications, ephemeral groups, and dead engines noticed before their leases end.
 //!
-//! A server that recovers from a crash, and a standby that is promoted, may give numbers again that nobody
-//! committed there. `horizon.rs` notices the other run and forgets what it knew, the names of types too. A limit:
+//! A server that recovers from a crash, and a standby that is promoted, may give numbers again that were
+//! never committed there. `horizon.rs` notices the other run and forgets what it knew, the names of types too. A limit:
 //! through a pooler without `direct_url`, an engine that only publishes does not look at the log. After the
 //! promotion of an asynchronous standby that had not received the names of its types, its events are taken for
 //! damaged and dead-lettered until it is opened again.

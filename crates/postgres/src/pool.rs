@@ -144,7 +144,7 @@ pub(crate) struct Kept {
     lent_out: AtomicBool,
 }
 
-/// Undoes what somebody else's statements may have left on a connection, but for prepared statements.
+/// Undoes what statements of an effect may have left on a connection, but for prepared statements.
 const CLEAN: &str = "CLOSE ALL; SET SESSION AUTHORIZATION DEFAULT; RESET ALL; UNLISTEN *;
     SELECT pg_catalog.pg_advisory_unlock_all(); DISCARD TEMP; DISCARD SEQUENCES;
     SET plan_cache_mode = force_custom_plan";
@@ -269,7 +269,7 @@ impl<'a> Tx<'a> {
         })
     }
 
-    /// Notes that somebody else's statements will run on it. Returns how long they may take.
+    /// Notes that statements of an effect will run on it. Returns how long they may take.
     pub(crate) fn lend_out(&self) -> Duration {
         self.kept.lent_out.store(true, Ordering::Relaxed);
         self.kept.patience

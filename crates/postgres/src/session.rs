@@ -22,7 +22,7 @@ use crate::rows::get;
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// Wakes whoever waits for events, here and in other engines.
+/// Wakes consumers and readers that wait for events, here and in other engines.
 #[derive(Default)]
 pub(crate) struct Bell {
     /// Tasks of this engine that wait for events, settlements or the log to grow.
@@ -310,7 +310,7 @@ async fn serve(
                 if engine.strong_count() == 0 {
                     return Ok(());
                 }
-                // A dead connection is noticed, and whoever waits looks again.
+                // A dead connection is noticed, and waiting consumers look again.
                 conn.query("keeping the session", "SELECT 1", &[]).await?;
                 bell.here.notify_waiters();
             }

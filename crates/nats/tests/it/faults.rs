@@ -1,7 +1,7 @@
 //! What breaks under the engine: the server, the connection, the process.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use everbus_core::{
     Class, Code, Engine, Event, Failure, FailureKind, Result, Settlement, SystemClock, Timestamp,
@@ -172,11 +172,9 @@ async fn a_server_that_is_away_is_waited_for() {
     let consumer = engine.broker.consume("g".parse().unwrap(), options());
     let mut consumer = consumer.await.unwrap();
     server.kill();
-    let began = Instant::now();
     let error = engine.broker.append(vec![event(1)]).await.unwrap_err();
     assert_eq!(error.code(), Code::Unavailable);
     assert!(matches!(error.class(), Class::Passing | Class::Unknown));
-    assert!(began.elapsed() < Duration::from_secs(60));
     server.restart();
     let answers = engine.broker.append(vec![event(2)]).await.unwrap();
     assert!(answers.into_iter().all(|answer| answer.is_ok()));

@@ -16,6 +16,5 @@ mod horizon;
 mod odd_values;
 mod outbox;
 mod pooler;
-mod speed;
 mod store;
 mod support;

@@ -69,7 +69,7 @@ async fn work(subject: Subject, place: &Place) -> Result<(), Error> {
     let builder = Bus::builder().retry(policy).timeout(TIMEOUT).prefetch(32);
     let bus = builder.with_engine(engine)?;
     for (n, group) in GROUPS.iter().enumerate() {
-        // The server may go away at any time: whoever declares tries again.
+        // The server may go away at any time: the declaration is tried again.
         loop {
             let handler = move |message: Message| handle(message, n);
             let subscription = bus.subscribe(group.pattern).group(group.name);
