@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    Code, Deduplication, Delivery, Event, EventId, EventState, Inbox, Recorded, Retention,
-    Settlement, Timestamp, Verdict,
+    Code, Deduplication, Delivery, Event, EventId, EventKey, EventState, Inbox, Recorded,
+    Retention, Settlement, Timestamp, Verdict,
 };
 
 use super::needs::{
@@ -301,13 +301,14 @@ pub async fn a_record_and_its_ack_survive_together<H: Harness>(harness: H) -> Ou
         assert_eq!(again.record.position, lost.record.position);
         assert_eq!(handled(&stage, "", &[&again]).await, [false]);
         let follow_up = Event::builder("mail.sent").payload("{}").build().unwrap();
-        let followed = follow_up.id();
+        let followed = EventKey::of(&follow_up);
         stage
             .settle_with(following(on_record(&again), vec![follow_up]))
             .await
             .unwrap();
         if stage.offers(&LOOKUP) {
-            let found = stage.lookup().find(followed).await.unwrap();
+            stage.copied(&followed).await;
+            let found = stage.lookup().find(followed.id).await.unwrap();
             assert_eq!(found.len(), 1, "its effect happened, once");
         }
     }
