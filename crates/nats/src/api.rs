@@ -353,7 +353,8 @@ fn is_gone(error: &ApiError) -> bool {
 /// A message with its place in headers.
 fn of_direct(message: async_nats::Message) -> Stored {
     let headers = message.headers.unwrap_or_default();
-    let text = |name: &str| headers.get(name).map_or("", |value| value.as_str());
+    // A publisher may have written headers of these names: the server writes its own after them.
+    let text = |name: &str| headers.get_last(name).map_or("", |value| value.as_str());
     Stored {
         subject: text("Nats-Subject").to_owned(),
         seq: text("Nats-Sequence").parse().unwrap_or(0),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_nats::client::RequestErrorKind;
 use async_nats::connection::State;
@@ -34,7 +34,7 @@ pub(crate) struct Link {
 struct Events {
     turns: watch::Sender<u64>,
     /// The last refusal by the server's permissions.
-    refused: Mutex<Option<String>>,
+    refused: Mutex<Option<(Instant, String)>>,
 }
 
 impl Events {
@@ -43,7 +43,9 @@ impl Events {
             Happened::Connected | Happened::Disconnected => {
                 self.turns.send_modify(|turn| *turn += 1);
             }
-            Happened::ServerError(error) => *self.refused.lock() = Some(error.to_string()),
+            Happened::ServerError(error) => {
+                *self.refused.lock() = Some((Instant::now(), error.to_string()));
+            }
             _ => {}
         }
         match event {
@@ -245,6 +247,7 @@ impl Link {
         payload: Bytes,
     ) -> Result<Message> {
         self.connected().await?;
+        let began = Instant::now();
         let mut turns = self.turns.clone();
         turns.mark_unchanged();
         let mut request = Request::new().payload(payload);
@@ -274,7 +277,7 @@ impl Link {
                 Code::InvalidType,
                 format!("{subject:?} cannot be a subject"),
             ),
-            RequestErrorKind::TimedOut => match self.refusal(subject) {
+            RequestErrorKind::TimedOut => match self.refusal(subject, began) {
                 Some(error) => error,
                 None => self.away("no answer in time").with_unknown_outcome(),
             },
@@ -283,9 +286,12 @@ impl Link {
     }
 
     /// The server's permissions forbid a subject. It reports that beside the request, not as its answer.
-    fn refusal(&self, subject: &str) -> Option<Error> {
+    fn refusal(&self, subject: &str, began: Instant) -> Option<Error> {
         let mut refused = self.events.refused.lock();
-        let text = refused.take_if(|text| text.to_lowercase().contains("permissions violation"))?;
+        let is_of_this = |(at, text): &mut (Instant, String)| {
+            *at >= began && text.to_lowercase().contains("permissions violation")
+        };
+        let (_, text) = refused.take_if(is_of_this)?;
         let what = format!("no permission for {subject}: {text}");
         let hint = "the account needs to publish to $JS.API.>, $JS.ACK.>, $EVERBUS.> and the subjects of its \
                     events, and to subscribe to _INBOX.>";

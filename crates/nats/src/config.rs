@@ -1,5 +1,6 @@
 //! The URL and the options of the engine.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -77,7 +78,7 @@ impl std::fmt::Debug for Options {
 }
 
 /// A URL, taken apart.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Address {
     /// `scheme://host:port`, one for each server, without secrets.
     pub(crate) servers: Vec<String>,
@@ -87,6 +88,12 @@ pub(crate) struct Address {
     /// The path: it separates several buses on one server.
     pub(crate) space: String,
     pub(crate) tls: bool,
+}
+
+impl fmt::Debug for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.servers.join(","), self.space)
+    }
 }
 
 const HINT: &str = "write it as nats://host:4222, nats://user:password@host:4222/space or \
@@ -190,6 +197,7 @@ mod tests {
         assert_eq!(full.servers, ["tls://one:1", "tls://two:2"]);
         assert_eq!(full.user.as_deref(), Some("me"));
         assert_eq!(full.password.as_deref(), Some("a@b"));
+        assert_eq!(format!("{full:?}"), "tls://one:1,tls://two:2/shop");
         assert_eq!((full.space.as_str(), full.tls), ("shop", true));
         let two = parse("nats://me:x@a:4222,nats://me:x@b:4222").unwrap();
         assert_eq!(two.servers, ["nats://a:4222", "nats://b:4222"]);

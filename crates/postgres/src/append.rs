@@ -9,7 +9,7 @@ use std::sync::{Arc, Weak};
 use everbus_core::{
     Appended, Class, Code, Error, Event, EventId, Position, Recorded, Result, Timestamp,
 };
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use crate::Postgres;
 use crate::pool::{Sql, transaction};
@@ -18,6 +18,8 @@ use crate::rows::{AFTER_RECORD, NewRow, RECORD, Stored, get, get_seq};
 /// At most this many events and bytes share a transaction.
 const MOST_EVENTS: usize = 2000;
 const MOST_BYTES: usize = 4 << 20;
+/// Transactions that run at the same time: while one waits for the disk, the next is computed.
+const WRITERS: usize = 3;
 
 type Answers = Result<Vec<Result<Appended>>>;
 
@@ -48,7 +50,14 @@ impl Postgres {
 
 /// Serves the waiting calls until the engine is gone.
 pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedReceiver<Job>) {
-    while let Some(first) = queue.recv().await {
+    let writers = Arc::new(Semaphore::new(WRITERS));
+    loop {
+        let Ok(writer) = writers.clone().acquire_owned().await else {
+            return;
+        };
+        let Some(first) = queue.recv().await else {
+            return;
+        };
         let Some(engine) = engine.upgrade() else {
             return;
         };
@@ -61,7 +70,10 @@ pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedRece
             bytes += size(&next);
             jobs.push(next);
         }
-        engine.append_jobs(jobs).await;
+        tokio::spawn(async move {
+            engine.append_jobs(jobs).await;
+            drop(writer);
+        });
     }
 }
 

@@ -24,8 +24,6 @@ pub(crate) struct PgConsumer {
     mailbox: VecDeque<(Delivery, i64)>,
     /// A look under way. It goes on when the fetch that began it is dropped.
     running: Option<JoinHandle<Result<Looked>>>,
-    /// The last claim was full, so there is more.
-    sure: bool,
     closed: bool,
 }
 
@@ -47,7 +45,6 @@ impl PgConsumer {
             },
             mailbox: VecDeque::new(),
             running: None,
-            sure: false,
             closed: false,
         }
     }
@@ -84,21 +81,19 @@ impl PgConsumer {
 
     /// Looks once. What it finds is in the mailbox then.
     async fn look(&mut self, max: usize) -> Result<Option<Looked>> {
-        let (engine, asking, sure) = (&self.engine, &self.asking, self.sure);
+        let (engine, asking) = (&self.engine, &self.asking);
         let running = self.running.get_or_insert_with(|| {
             let (engine, asking) = (engine.clone(), asking.clone());
-            tokio::spawn(async move { engine.look(&asking, max, sure).await })
+            tokio::spawn(async move { engine.look(&asking, max).await })
         });
         let looked = running.await;
         self.running = None;
-        self.sure = false;
         let mut looked = looked
             .map_err(|e| Error::new(Code::Internal, "looking for events failed").caused_by(e))??;
         let deliveries = std::mem::take(&mut looked.deliveries);
         if deliveries.is_empty() {
             return Ok(Some(looked));
         }
-        self.sure = deliveries.len() >= max;
         self.mailbox
             .extend(deliveries.into_iter().map(|d| (d, looked.until)));
         Ok(None)

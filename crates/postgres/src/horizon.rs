@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use everbus_core::Result;
 use parking_lot::Mutex;
+use tokio_postgres::Row;
 
 use crate::pool::Sql;
 use crate::rows::{Types, get, get_seq, to_sql};
@@ -48,24 +49,39 @@ impl Horizon {
         }
     }
 
+    /// What is known, as the function `everbus.horizon` takes it.
+    pub(crate) fn known(&self) -> (i64, i64, Vec<String>, String) {
+        let seen = self.seen.lock().clone();
+        (
+            to_sql(seen.decided),
+            to_sql(seen.pending),
+            seen.holders,
+            seen.server,
+        )
+    }
+
     /// Asks how far readers may go. Later statements see every event up to there.
     pub(crate) async fn ask(&self, db: &impl Sql) -> Result<End> {
-        let seen = self.seen.lock().clone();
         let sql = "SELECT decided, newest, now_pending, now_holders, now_server
                    FROM everbus.horizon($1, $2, $3, $4)";
-        let (known, pending) = (to_sql(seen.decided), to_sql(seen.pending));
+        let (known, pending, holders, server) = self.known();
         let row = db
             .one(
                 "reading the end of the log",
                 sql,
-                &[&known, &pending, &seen.holders, &seen.server],
+                &[&known, &pending, &holders, &server],
             )
             .await?;
+        self.learn(&row, 0)
+    }
+
+    /// Remembers an answer of the function, whose columns begin at `first`.
+    pub(crate) fn learn(&self, row: &Row, first: usize) -> Result<End> {
         let end = End {
-            decided: get_seq(&row, 0)?,
-            newest: get_seq(&row, 1)?,
+            decided: get_seq(row, first)?,
+            newest: get_seq(row, first + 1)?,
         };
-        let server: String = get(&row, 4)?;
+        let server: String = get(row, first + 4)?;
         let mut now = self.seen.lock();
         if server != now.server && !now.server.is_empty() {
             self.types.forget();
@@ -73,8 +89,8 @@ impl Horizon {
         if end.decided >= now.decided || server != now.server {
             *now = Seen {
                 decided: end.decided,
-                pending: get_seq(&row, 2)?,
-                holders: get::<Option<Vec<String>>>(&row, 3)?.unwrap_or_default(),
+                pending: get_seq(row, first + 2)?,
+                holders: get::<Option<Vec<String>>>(row, first + 3)?.unwrap_or_default(),
                 server,
             };
         }

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | the log | table `log`, numbered by a sequence; readers stay below the *horizon* (`horizon.rs`), because numbers do not come in the order of the commits |
 //! | a group | a row of `groups` with its cursor; `FOR UPDATE` on it is the lock of everything that hands out |
-//! | a claim | a row of `claims`: a range of the log, and a multirange of what in it is done |
+//! | a claim | a row of `claims`: a range of the log, and a multirange of what in it is done. Its commit does not wait for the disk: a claim that a crash of the server undoes is made again |
+//! | new events, and acks of first attempts | one call of a function each (`sql/claim.sql`); everything rarer is a longer transaction |
 //! | a retry, a released or redelivered event | a row of `deliveries` |
 //! | a lease | the number of the group and a random token, compared in the transaction that settles |
 //! | an owner | an advisory lock on a session of its own; when the process dies, the server frees it |

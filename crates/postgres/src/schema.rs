@@ -8,6 +8,7 @@ use crate::rows::get;
 /// Each migration in order: the version that it leads to is its place in the list, from 1.
 const MIGRATIONS: &[&[&str]] = &[&[
     include_str!("sql/broker.sql"),
+    include_str!("sql/claim.sql"),
     include_str!("sql/views.sql"),
     include_str!("sql/outbox.sql"),
     include_str!("sql/store.sql"),

@@ -34,9 +34,10 @@ struct Seat {
     prefetch: usize,
     window: Window,
     held: usize,
-    /// Settled since the last update of the window, and how long a settlement took.
+    /// Settled since the last update of the window, and how long a settlement and a look for events took.
     settled: usize,
     step: Duration,
+    look: Duration,
 }
 
 fn key_of(lease: &Lease) -> Key {
@@ -71,6 +72,7 @@ impl Seats {
             held: 0,
             settled: 0,
             step: Duration::ZERO,
+            look: Duration::ZERO,
         };
         inner.seats.insert(id, seat);
         id
@@ -126,7 +128,8 @@ impl Seats {
             return 0;
         };
         if seat.settled > 0 {
-            seat.window.settled(seat.settled, Instant::now(), seat.step);
+            let step = seat.step + seat.look;
+            seat.window.settled(seat.settled, Instant::now(), step);
             seat.settled = 0;
         }
         seat.window
@@ -142,6 +145,13 @@ impl Seats {
         }
         if let Some(seat) = inner.seats.get_mut(&id) {
             seat.held += deliveries.len();
+        }
+    }
+
+    /// Notes how long a look for events took.
+    pub(crate) fn looked(&self, id: u64, took: Duration) {
+        if let Some(seat) = self.0.lock().seats.get_mut(&id) {
+            seat.look = took;
         }
     }
 

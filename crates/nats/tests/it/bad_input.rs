@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use everbus_core::{Code, Error, Event};
 use everbus_nats::Options;
-use everbus_testkit::servers::{Nats, NatsOptions};
+use everbus_testkit::servers::{Certificates, Nats, NatsOptions};
 
 async fn refused(url: &str, options: Options) -> Error {
     let opened = everbus_nats::open(url, options).await;
@@ -148,4 +148,26 @@ async fn an_event_over_the_limit_is_refused() {
         1,
         "nothing else was stored"
     );
+}
+
+// conformance: contract/nats-tls: tls:// connects to a server whose certificate the named authority signed, and refuses one that it did not
+// needs: nats-server
+#[tokio::test]
+async fn an_encrypted_connection_is_checked() {
+    let (Some(ours), Some(others)) = (Certificates::make(), Certificates::make()) else {
+        return;
+    };
+    let (certificate, key) = (ours.certificate(), ours.key());
+    let tls = format!("tls {{ cert_file: {certificate:?}, key_file: {key:?} }}");
+    let Some(server) = Nats::start(NatsOptions::default().config(&tls)) else {
+        return;
+    };
+    let url = server.plain_url().replace("nats://", "tls://");
+    let mut options = Options::default();
+    options.ca_file = Some(ours.authority());
+    let engine = everbus_nats::open(&url, options.clone()).await.unwrap();
+    engine.broker.close().await.unwrap();
+    options.ca_file = Some(others.authority());
+    let error = refused(&url, options).await;
+    assert!(error.to_string().contains("certificate"), "{error}");
 }

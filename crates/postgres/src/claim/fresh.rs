@@ -13,9 +13,9 @@ use crate::ranges::Ranges;
 use crate::rows::{RECORD, Stored, UNHANDLED, WAITING, get, get_seq, to_sql};
 
 /// About this many bytes are handed out in one transaction.
-const MOST_BYTES: i64 = 8 << 20;
+pub(super) const MOST_BYTES: i64 = 8 << 20;
 /// A claim whose events lie in more pieces than this would be a large row: each event gets its own.
-const MOST_PIECES: usize = 64;
+pub(super) const MOST_PIECES: usize = 64;
 /// In an ordered group no more than this many events wait in rows. It is this high because those behind a
 /// retry of their key count too, and must not keep the events of other keys waiting.
 const MOST_WAITING: i64 = 200_000;

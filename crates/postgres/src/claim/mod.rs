@@ -1,14 +1,16 @@
 //! Handing out events: a look that changes nothing, and a claim if there is something to hand out.
 //!
-//! A claim covers a range of the log with one row, and only what may begin: the window of the consumer. In a
-//! transaction that holds the lock of the group it ends leases, hands out rows that are due, and then new
-//! events up to the horizon.
+//! A claim covers a range of the log with one row, and only what may begin: the window of the consumer. Usually
+//! there are only new events (`quick`). Otherwise, in a transaction that holds the lock of the group, the claim
+//! ends leases, hands out rows that are due, and then new events up to the horizon.
 
 mod fresh;
 mod peek;
+mod quick;
 mod rows;
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use everbus_core::{ConsumeOptions, Delivery, Event, Lease, Pattern, Position, Result, Timestamp};
 
@@ -23,6 +25,7 @@ use crate::rows::get_seq;
 const BATCH: usize = 1024;
 /// So far a cursor may trail behind events that the group does not want.
 const LAZY: u64 = 1000;
+
 /// Who asks for events.
 #[derive(Clone)]
 pub(crate) struct Asking {
@@ -46,7 +49,7 @@ pub(crate) struct Looked {
 
 impl Postgres {
     /// Hands out up to `max` events, if there are any for this consumer.
-    pub(crate) async fn look(&self, asking: &Asking, max: usize, sure: bool) -> Result<Looked> {
+    pub(crate) async fn look(&self, asking: &Asking, max: usize) -> Result<Looked> {
         self.check_open()?;
         // What a consumer here gives back must not be taken for a lease that ended.
         self.returning.done().await;
@@ -66,14 +69,21 @@ impl Postgres {
                 return Ok(Looked::default());
             }
         }
-        if !sure || room == 0 {
-            let peek = self.peek(asking, &patterns, now.as_micros()).await?;
-            if !peek.work || room == 0 {
-                return Ok(Looked {
-                    next: peek.next,
-                    ..Looked::default()
-                });
-            }
+        let began = Instant::now();
+        let isolating = self.seats.isolating().is_some();
+        if room > 0
+            && !isolating
+            && let Some(looked) = self.claim_quickly(asking, &patterns, room).await?
+        {
+            self.seats.looked(asking.seat, began.elapsed());
+            return Ok(looked);
+        }
+        let peek = self.peek(asking, &patterns, now.as_micros()).await?;
+        if !peek.work || room == 0 {
+            return Ok(Looked {
+                next: peek.next,
+                ..Looked::default()
+            });
         }
         // Known outside of the transaction, so that a commit of unknown outcome can be taken back.
         let token = new_token();
@@ -110,6 +120,7 @@ impl Postgres {
             }
         };
         self.seats.took(asking.seat, &deliveries, until);
+        self.seats.looked(asking.seat, began.elapsed());
         if told > 0 || set_aside {
             self.bell.ring();
         }

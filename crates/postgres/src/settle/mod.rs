@@ -4,6 +4,7 @@
 //! that the effect of one handler cannot undo the acks of others, and a task of its own, so that a slow one
 //! does not hold them up.
 
+mod acks;
 mod apply;
 mod changes;
 mod held;
@@ -182,9 +183,35 @@ impl Postgres {
         results.pop().unwrap_or(Ok(()))
     }
 
+    /// Applies settlements: plain acks of first attempts together, then the others.
+    async fn settle_or_part(&self, settlements: &[&Settlement]) -> Result<Vec<Result<()>>> {
+        let written = self.write_acks(settlements).await?;
+        if written.iter().all(|written| *written) {
+            return Ok(settlements.iter().map(|_| Ok(())).collect());
+        }
+        let rest = settlements.iter().zip(&written);
+        let rest: Vec<&Settlement> = rest.filter(|(_, w)| !**w).map(|(s, _)| *s).collect();
+        let mut results = match self.settle_rest(&rest).await {
+            Ok(results) => results.into_iter(),
+            // The acks are written.
+            Err(error) if rest.len() < settlements.len() => {
+                let results: Vec<_> = rest.iter().map(|_| Err(error.clone())).collect();
+                results.into_iter()
+            }
+            Err(error) => return Err(error),
+        };
+        let answer = |written| {
+            if written {
+                return Ok(());
+            }
+            results.next().unwrap_or_else(|| Err(unanswered()))
+        };
+        Ok(written.into_iter().map(answer).collect())
+    }
+
     /// Applies settlements in one transaction. If one of them cannot be applied the others are, in smaller
     /// transactions.
-    async fn settle_or_part(&self, settlements: &[&Settlement]) -> Result<Vec<Result<()>>> {
+    async fn settle_rest(&self, settlements: &[&Settlement]) -> Result<Vec<Result<()>>> {
         let mut results = Vec::with_capacity(settlements.len());
         let mut parts = vec![settlements];
         while let Some(part) = parts.pop() {

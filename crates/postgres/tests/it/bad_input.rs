@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{Code, Error, SystemClock};
 use everbus_postgres::Options;
-use everbus_testkit::servers::{Postgres, PostgresOptions};
+use everbus_testkit::servers::{Certificates, Postgres, PostgresOptions};
 
 use crate::support::options;
 
@@ -132,4 +132,33 @@ async fn a_replica_and_a_full_server_are_told_as_such() {
     let error = refused(&url).await;
     assert_eq!(error.code(), Code::ReadOnly, "{error:?}");
     assert!(error.message().contains("replica"), "{error}");
+}
+
+// conformance: engines/postgres-tls: sslmode=verify-full connects to a server whose certificate the named authority signed and refuses one that it did not; sslmode=require encrypts without asking who answers
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_encrypted_connection_is_checked_as_asked() {
+    let (Some(ours), Some(others)) = (Certificates::make(), Certificates::make()) else {
+        return;
+    };
+    let Some(server) = Postgres::start_with(PostgresOptions::default().tls(&ours)) else {
+        return;
+    };
+    let database = server.fresh_database();
+    let trusting = |authority: &Certificates| {
+        let file = authority.authority();
+        format!(
+            "{database}?sslmode=verify-full&sslrootcert={}",
+            file.display()
+        )
+    };
+    for url in [trusting(&ours), format!("{database}?sslmode=require")] {
+        let engine = everbus_postgres::open(&url, brief()).await.unwrap();
+        let encrypted = "SELECT count(*) FROM pg_stat_ssl WHERE ssl AND pid <> pg_backend_pid()";
+        let encrypted: u32 = server.sql(encrypted).trim().parse().unwrap();
+        assert!(encrypted > 0, "no connection of {url} is encrypted");
+        engine.broker.close().await.unwrap();
+    }
+    let error = refused(&trusting(&others)).await;
+    assert!(error.message().contains("certificate"), "{error:?}");
 }

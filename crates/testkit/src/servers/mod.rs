@@ -13,6 +13,7 @@
 //! `cargo xtask test` installs what is missing, as root. A server that is missing is said aloud on standard
 //! error and its tests are skipped; with `EVERBUS_REQUIRE_SERVERS=1` they fail.
 
+mod certificates;
 mod daemon;
 mod nats;
 mod nats_cluster;
@@ -28,6 +29,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+pub use certificates::Certificates;
 pub use nats::{Nats, NatsOptions};
 pub use nats_cluster::NatsCluster;
 pub use pgbouncer::PgBouncer;

@@ -92,7 +92,9 @@ impl NatsOptions {
         self
     }
 
-    fn accounts(mut self, number: u32) -> Self {
+    /// Accounts of their own for [`fresh_account`](Nats::fresh_account).
+    #[must_use]
+    pub fn accounts(mut self, number: u32) -> Self {
         self.accounts = number;
         self
     }
@@ -205,7 +207,8 @@ impl Nats {
         let n = self.used.fetch_add(1, Ordering::Relaxed);
         assert!(
             n < self.options.accounts,
-            "only the shared server has accounts, and only {ACCOUNTS}"
+            "this server has only {} accounts",
+            self.options.accounts
         );
         format!("nats://t{n}:t{n}@127.0.0.1:{}", self.port)
     }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use super::daemon::Daemon;
-use super::{directory, free_port, is_root, program, require};
+use super::{Certificates, directory, free_port, is_root, program, require};
 
 const NAME: &str = "postgresql";
 const HOW: &str = "apt-get install postgresql";
@@ -20,6 +20,8 @@ pub struct PostgresOptions {
     pub settings: Vec<String>,
     /// The password of the user `postgres`. Without one every connection is trusted.
     pub password: Option<String>,
+    /// The files of the certificate and of the key: the server then also takes encrypted connections.
+    pub tls: Option<(PathBuf, PathBuf)>,
 }
 
 impl PostgresOptions {
@@ -27,6 +29,13 @@ impl PostgresOptions {
     #[must_use]
     pub fn setting(mut self, setting: &str) -> Self {
         self.settings.push(setting.to_owned());
+        self
+    }
+
+    /// Takes encrypted connections, with this certificate.
+    #[must_use]
+    pub fn tls(mut self, certificates: &Certificates) -> Self {
+        self.tls = Some((certificates.certificate(), certificates.key()));
         self
     }
 
@@ -94,6 +103,21 @@ impl Postgres {
             initdb.args(["-A", "trust"]);
         }
         succeed(&mut initdb);
+        if let Some((certificate, key)) = &options.tls {
+            // It refuses a key that others may read.
+            for (file, name) in [(certificate, "server.crt"), (key, "server.key")] {
+                let mut install = Command::new("install");
+                install.args(["-m", "600"]);
+                if is_root() {
+                    install.args(["-o", USER]);
+                }
+                succeed(
+                    install
+                        .arg(file)
+                        .arg(directory.path().join("data").join(name)),
+                );
+            }
+        }
         let mut server = Self {
             running: Mutex::default(),
             programs,
@@ -128,7 +152,8 @@ impl Postgres {
             "log_min_messages=warning",
         ];
         let own = self.options.settings.iter().map(String::as_str);
-        for setting in fixed.into_iter().chain(own) {
+        let tls = self.options.tls.as_ref().map(|_| "ssl=on");
+        for setting in fixed.into_iter().chain(own).chain(tls) {
             command.args(["-c", setting]);
         }
         let mut daemon = Daemon::spawn(command, self.directory.path(), "QUIT");

@@ -117,7 +117,9 @@ fn main() -> ExitCode {
     };
     match lines {
         Ok(lines) => {
-            print(&lines, plan.json);
+            if plan.json {
+                print_json(&lines);
+            }
             ExitCode::SUCCESS
         }
         Err(error) => {
@@ -129,6 +131,9 @@ fn main() -> ExitCode {
 
 async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
     let mut lines = Vec::new();
+    if !plan.json {
+        print_header();
+    }
     for engine in &plan.engines {
         for payload in [256, 4096] {
             let (mut raw, mut ours) = (Vec::new(), Vec::new());
@@ -150,7 +155,11 @@ async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
             } else {
                 "nats"
             };
-            lines.extend(compare(engine, payload, plan.events, &raw, &ours));
+            let measured = compare(engine, payload, plan.events, &raw, &ours);
+            if !plan.json {
+                print_rows(&measured);
+            }
+            lines.extend(measured);
         }
     }
     Ok(lines)
@@ -236,22 +245,33 @@ fn round(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
-fn print(lines: &[Line], json: bool) {
+fn print_json(lines: &[Line]) {
     use std::io::Write as _;
     let mut out = std::io::stdout().lock();
-    if json {
-        let _ = serde_json::to_writer_pretty(&mut out, lines);
-        let _ = writeln!(out);
-        return;
-    }
+    let _ = serde_json::to_writer_pretty(&mut out, lines);
+    let _ = writeln!(out);
+}
+
+fn print_header() {
+    use std::io::Write as _;
+    let mut out = std::io::stdout().lock();
     let header = [
         "ENGINE", "SCENARIO", "BYTES", "OURS", "RAW", "RATIO", "TARGET", "MET",
     ];
     let _ = writeln!(
         out,
+        "Rates in events per second; latency is p99 in µs from publish to handler, its ratio the difference.\n"
+    );
+    let _ = writeln!(
+        out,
         "{:9} {:11} {:>6} {:>9} {:>9} {:>9}  {:20} {}",
         header[0], header[1], header[2], header[3], header[4], header[5], header[6], header[7]
     );
+}
+
+fn print_rows(lines: &[Line]) {
+    use std::io::Write as _;
+    let mut out = std::io::stdout().lock();
     for line in lines {
         let _ = writeln!(
             out,
@@ -266,10 +286,6 @@ fn print(lines: &[Line], json: bool) {
             if line.met { "yes" } else { "NO" }
         );
     }
-    let _ = writeln!(
-        out,
-        "\nRates in events per second; latency is p99 in µs from publish to handler, its ratio the difference."
-    );
 }
 
 /// Tells the person who waits.

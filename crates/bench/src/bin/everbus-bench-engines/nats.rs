@@ -5,9 +5,9 @@
 
 use std::time::{Duration, Instant};
 
-use async_nats::HeaderMap;
 use async_nats::jetstream::consumer::{AckPolicy, PullConsumer, pull};
 use async_nats::jetstream::{self, Context};
+use async_nats::{ConnectOptions, HeaderMap};
 use everbus_testkit::servers::{Nats, NatsOptions};
 use futures_util::StreamExt as _;
 use futures_util::future::try_join_all;
@@ -20,14 +20,14 @@ const SUBJECT: &str = "bench.event.stored";
 
 fn server() -> Outcome<&'static Nats> {
     static SERVER: std::sync::OnceLock<Option<Nats>> = std::sync::OnceLock::new();
-    let start = || Nats::start(NatsOptions::default());
+    let start = || Nats::start(NatsOptions::default().accounts(100));
     let server = SERVER.get_or_init(start).as_ref();
     server.ok_or_else(|| "nats-server is not installed".into())
 }
 
 pub(crate) async fn ours(plan: &Plan, payload: usize) -> Outcome<Round> {
     let server = server()?;
-    ours::round(plan, payload, || server.fresh_account()).await
+    ours::round(plan, payload, false, || server.fresh_account()).await
 }
 
 pub(crate) async fn raw(plan: &Plan, payload: usize) -> Outcome<Round> {
@@ -54,7 +54,14 @@ pub(crate) async fn raw(plan: &Plan, payload: usize) -> Outcome<Round> {
 }
 
 async fn connect(url: &str) -> Outcome<Context> {
-    Ok(jetstream::new(async_nats::connect(url).await?))
+    // The client library does not take the user from the URL.
+    let (user, address) = url
+        .strip_prefix("nats://")
+        .and_then(|rest| rest.split_once('@'))
+        .ok_or("a URL without a user")?;
+    let (user, password) = user.split_once(':').ok_or("a user without a password")?;
+    let options = ConnectOptions::with_user_and_password(user.to_owned(), password.to_owned());
+    Ok(jetstream::new(options.connect(address).await?))
 }
 
 async fn create(context: &Context) -> Outcome<PullConsumer> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use everbus::{Bus, Event, StartFrom};
+use everbus::{Bus, Event};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
@@ -12,42 +12,32 @@ use crate::{BATCH, Outcome, PUBLISHERS, Plan, Round};
 
 const TYPE: &str = "bench.event.stored";
 
-/// One round; `fresh` gives an empty place for each scenario.
+/// One round; `fresh` gives an empty place for each scenario. A group that does not last needs no store for
+/// its dead letters: an engine without one does the same work as its raw client then.
 pub(crate) async fn round(
     plan: &Plan,
     payload: usize,
+    lasting: bool,
     fresh: impl Fn() -> String,
 ) -> Outcome<Round> {
-    let stored = Bus::open(fresh()).await?;
-    declare(&stored).await?;
-    let publish = publish(&stored, plan.events, payload).await?;
-    stored.shutdown().await?;
-    let began_with = fresh();
-    let filled = Bus::open(&began_with).await?;
-    declare(&filled).await?;
-    self::publish(&filled, plan.events, payload).await?;
-    filled.shutdown().await?;
+    let open = async || Bus::open(fresh()).await;
+    // The group is there before the events, as in production.
+    let bus = open().await?;
+    let handled = count(&bus, lasting).await?;
+    let publish = publish(&bus, plan.events, payload).await?;
     Ok(Round {
         publish,
-        consume: consume(&Bus::open(&began_with).await?, plan.events).await?,
-        end_to_end: end_to_end(&Bus::open(fresh()).await?, plan.events, payload).await?,
-        latencies: latencies(&Bus::open(fresh()).await?, plan.samples, payload).await?,
+        consume: consume(&bus, &handled, plan.events).await?,
+        end_to_end: end_to_end(&open().await?, plan.events, payload, lasting).await?,
+        latencies: latencies(&open().await?, plan.samples, payload, lasting).await?,
     })
 }
 
-/// The group is there before the events, as in production.
-async fn declare(bus: &Bus) -> Outcome<()> {
-    let _ = bus
-        .subscribe("bench.>")
-        .group("bench")
-        .start_from(StartFrom::First)
-        .handler(|| std::future::ready(()))
-        .await?;
-    Ok(())
-}
-
+/// An event whose payload is a JSON text of this many bytes.
 fn event(payload: usize) -> Outcome<Event> {
-    Ok(Event::builder(TYPE).payload(vec![b'x'; payload]).build()?)
+    let mut body = vec![b'x'; payload];
+    (body[0], body[payload - 1]) = (b'"', b'"');
+    Ok(Event::builder(TYPE).payload(body).build()?)
 }
 
 async fn publish(bus: &Bus, events: usize, payload: usize) -> Outcome<Duration> {
@@ -70,18 +60,17 @@ async fn publish(bus: &Bus, events: usize, payload: usize) -> Outcome<Duration> 
 }
 
 /// Handles what is stored, and waits until it is settled.
-async fn consume(bus: &Bus, events: usize) -> Outcome<Duration> {
-    let handled = count(bus).await?;
+async fn consume(bus: &Bus, handled: &AtomicU64, events: usize) -> Outcome<Duration> {
     let began = Instant::now();
     bus.start().await?;
-    finished(bus, &handled, events).await?;
+    finished(bus, handled, events).await?;
     let took = began.elapsed();
     bus.shutdown().await?;
     Ok(took)
 }
 
-async fn end_to_end(bus: &Bus, events: usize, payload: usize) -> Outcome<Duration> {
-    let handled = count(bus).await?;
+async fn end_to_end(bus: &Bus, events: usize, payload: usize, lasting: bool) -> Outcome<Duration> {
+    let handled = count(bus, lasting).await?;
     bus.start().await?;
     let began = Instant::now();
     publish(bus, events, payload).await?;
@@ -91,12 +80,12 @@ async fn end_to_end(bus: &Bus, events: usize, payload: usize) -> Outcome<Duratio
     Ok(took)
 }
 
-async fn count(bus: &Bus) -> Outcome<Arc<AtomicU64>> {
+async fn count(bus: &Bus, lasting: bool) -> Outcome<Arc<AtomicU64>> {
     let handled = Arc::<AtomicU64>::default();
     let count = handled.clone();
-    bus.subscribe("bench.>")
-        .group("bench")
-        .start_from(StartFrom::First)
+    let bench = bus.subscribe("bench.>").group("bench");
+    let bench = if lasting { bench } else { bench.ephemeral() };
+    bench
         .handler(move || {
             count.fetch_add(1, Ordering::Relaxed);
             std::future::ready(())
@@ -126,10 +115,16 @@ async fn finished(bus: &Bus, handled: &AtomicU64, events: usize) -> Outcome<()> 
 }
 
 /// From the call of `publish` to the begin of the handler, one event at a time.
-async fn latencies(bus: &Bus, samples: usize, payload: usize) -> Outcome<Vec<Duration>> {
+async fn latencies(
+    bus: &Bus,
+    samples: usize,
+    payload: usize,
+    lasting: bool,
+) -> Outcome<Vec<Duration>> {
     let (arrived, mut arrivals) = mpsc::unbounded_channel::<Instant>();
-    bus.subscribe("bench.>")
-        .group("bench")
+    let bench = bus.subscribe("bench.>").group("bench");
+    let bench = if lasting { bench } else { bench.ephemeral() };
+    bench
         .handler(move || {
             let _ = arrived.send(Instant::now());
             std::future::ready(())

@@ -34,7 +34,7 @@ fn server() -> Outcome<&'static Postgres> {
 
 pub(crate) async fn ours(plan: &Plan, payload: usize) -> Outcome<Round> {
     let server = server()?;
-    ours::round(plan, payload, || server.fresh_database()).await
+    ours::round(plan, payload, true, || server.fresh_database()).await
 }
 
 pub(crate) async fn raw(plan: &Plan, payload: usize) -> Outcome<Round> {

@@ -1,0 +1,130 @@
+//! The usual claim: new events only, in one call of the function `everbus.claim_new`.
+
+use everbus_core::{Code, Delivery, Pattern, Result};
+
+use super::fresh::{MOST_BYTES, MOST_PIECES};
+use super::{Asking, LAZY, Looked, lease, new_token};
+use crate::Postgres;
+use crate::groups;
+use crate::pool::{Params, Sql as _};
+use crate::rows::{AFTER_RECORD, get, to_sql};
+
+/// What the function has done, in its words.
+mod status {
+    pub(super) const NOTHING: i16 = 0;
+    pub(super) const CLAIMED: i16 = 1;
+    pub(super) const REMOVED: i16 = 3;
+}
+
+impl Postgres {
+    /// Claims up to `room` new events. `None`: the group needs more than that, such as a retry that is due.
+    /// Nothing was done then.
+    pub(super) async fn claim_quickly(
+        &self,
+        asking: &Asking,
+        patterns: &[Pattern],
+        room: usize,
+    ) -> Result<Option<Looked>> {
+        let now = self.now();
+        let conn = self.conn().await?;
+        let group = self.groups.get(&*conn, asking.group).await?;
+        if group.ordered {
+            return Ok(None);
+        }
+        let (mut ours, mut unwanted) = (Vec::new(), Vec::new());
+        for (id, name) in self.types.all() {
+            if !group.wants(&name) {
+                unwanted.push(id);
+            } else if patterns.iter().any(|p| p.matches(&name)) {
+                ours.push(id);
+            }
+        }
+        let texts: Vec<&str> = group.patterns.iter().map(Pattern::as_str).collect();
+        let (token, until) = (new_token(), now.plus(asking.options.lease).as_micros());
+        let (known, pending, holders, server) = self.horizon.known();
+        let values: Params<'_> = &[
+            &asking.group,
+            &now.as_micros(),
+            &asking.owner,
+            &token,
+            &until,
+            &texts,
+            &ours,
+            &unwanted,
+            &group.is_archive(),
+            &i64::try_from(room).unwrap_or(i64::MAX),
+            &MOST_BYTES,
+            &to_sql(LAZY),
+            &i64::try_from(MOST_PIECES).unwrap_or(i64::MAX),
+            &known,
+            &pending,
+            &holders,
+            &server,
+        ];
+        let sql = "SELECT * FROM everbus.claim_new($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14,
+                     $15, $16, $17)";
+        let rows = match conn.query("claiming", sql, values).await {
+            Ok(rows) => rows,
+            // Another transaction was in the way.
+            Err(error) if error.code() == Code::Busy => return Ok(None),
+            Err(error) => {
+                if error.code() == Code::Unavailable {
+                    drop(conn);
+                    self.take_back(token, asking.group).await;
+                }
+                return Err(error);
+            }
+        };
+        let Some((head, rows)) = rows.split_first() else {
+            return Ok(None);
+        };
+        let status: i16 = get(head, AFTER_RECORD)?;
+        if status == status::REMOVED {
+            return Err(groups::removed());
+        }
+        let end = match get::<Option<i64>>(head, AFTER_RECORD + 2)? {
+            Some(_) => Some(self.horizon.learn(head, AFTER_RECORD + 2)?),
+            None => None,
+        };
+        let mut looked = Looked {
+            until,
+            next: get(head, AFTER_RECORD + 1)?,
+            held_back: end.is_some_and(|end| end.newest > end.decided),
+            deliveries: Vec::with_capacity(rows.len()),
+        };
+        match status {
+            status::NOTHING => return Ok(Some(looked)),
+            status::CLAIMED => {}
+            // What is known of the group may be old.
+            _ => {
+                self.groups.forget(asking.group);
+                return Ok(None);
+            }
+        }
+        let stored = self.types.read(&*conn, rows).await;
+        drop(conn);
+        let stored = match stored {
+            Ok(stored) => stored,
+            Err(error) => {
+                self.take_back(token, asking.group).await;
+                return Err(error);
+            }
+        };
+        let mut damaged = Vec::new();
+        for stored in stored {
+            let lease = lease(asking.group, token, stored.seq());
+            if stored.damage.is_some() {
+                damaged.push(lease);
+            } else {
+                let delivery = Delivery::new(stored.record, lease);
+                looked.deliveries.push(delivery);
+            }
+        }
+        self.seats.took(asking.seat, &looked.deliveries, until);
+        // In rows of their own they are found, and dead-lettered.
+        if let Err(error) = crate::settle::give_back(self, &damaged).await {
+            tracing::warn!(target: "everbus::postgres", %error, "damaged events are dead-lettered when their leases end");
+        }
+        Ok(Some(looked))
+    }
+}

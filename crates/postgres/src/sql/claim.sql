@@ -1,0 +1,180 @@
+-- The usual ways of a delivery, each in one call that is its own transaction: new events are claimed, and acks of
+-- first attempts are written. Everything else (retries, events without a handler, ordered groups, leases that
+-- ended) is done by statements of the engine, in longer transactions.
+--
+-- The plans are made once per connection, whatever the statistics say: every table is read through its index.
+
+-- Claims new events of a group. The first row of the answer has the columns that begin with o_, the others
+-- have the events. o_status:
+--   0: nothing to hand out
+--   1: the events that follow are claimed
+--   2: the group needs more than this function does; nothing was changed
+--   3: the group was removed
+--
+-- ours: the types that the consumer handles. unwanted: the types that the group does not want. Other types are
+-- not known to the engine, or other consumers handle them.
+--
+-- A claim need not survive a crash of the server, so that its commit does not wait for the disk: without it the
+-- events are handed out again, and who holds the lease is refused. An ack that was answered does survive, and the
+-- claim with it, which was written before.
+CREATE FUNCTION everbus.claim_new(
+  of_group bigint, at bigint, for_owner bigint, new_token bigint, lease_until bigint,
+  patterns text[], ours integer[], unwanted integer[], archive boolean,
+  room bigint, most_bytes bigint, lazy bigint, most_pieces bigint,
+  known bigint, pending bigint, holders text[], server text
+) RETURNS TABLE (
+  seq bigint, id uuid, type integer, version bigint, occurred_at bigint, received_at bigint, attrs text,
+  payload bytea, checksum integer,
+  o_status smallint, o_next bigint, o_decided bigint, o_newest bigint, o_pending bigint, o_holders text[],
+  o_server text
+) LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off
+SET enable_bitmapscan = off
+AS $$
+#variable_conflict use_column
+DECLARE
+  g record;
+  e record;
+  first_wanted bigint;
+  found_count bigint;
+  seqs bigint[];
+  taken bigint;
+  lo bigint;
+  hi bigint;
+  not_ours int8multirange := '{}';
+BEGIN
+  -- First without a lock: usually there is nothing to do, and then nothing is written.
+  FOR pass IN 1..2 LOOP
+    IF pass = 2 THEN
+      PERFORM 1 FROM everbus.groups x WHERE x.id = of_group FOR UPDATE;
+    END IF;
+    SELECT x.name, x.ordered, x.cursor, x.dropped_to,
+      ARRAY (SELECT s.event_type FROM everbus.subscriptions s WHERE s.group_id = of_group ORDER BY s.name)
+        AS patterns,
+      least((SELECT min(c.until) FROM everbus.claims c WHERE c.group_id = of_group),
+        (SELECT min(d.until) FROM everbus.deliveries d WHERE d.group_id = of_group AND d.state = 1)) AS lease_end,
+      (SELECT min(d.due) FROM everbus.deliveries d WHERE d.group_id = of_group AND d.state = 0) AS due,
+      EXISTS (SELECT 1 FROM everbus.deliveries d WHERE d.group_id = of_group AND d.state = 3) AS unhandled,
+      EXISTS (SELECT 1 FROM everbus.deliveries d WHERE d.group_id = of_group AND d.seq > x.cursor) AS ahead
+    INTO g FROM everbus.groups x WHERE x.id = of_group;
+    IF NOT FOUND THEN
+      o_status := 3;
+      RETURN NEXT;
+      RETURN;
+    END IF;
+    o_status := 2;
+    IF g.ordered OR g.unhandled OR g.ahead OR g.dropped_to > g.cursor OR g.patterns <> patterns
+      OR g.lease_end <= at OR g.due <= at
+    THEN
+      RETURN NEXT;
+      RETURN;
+    END IF;
+    o_next := least(g.lease_end, g.due);
+    IF pass = 1 THEN
+      SELECT * INTO e FROM everbus.horizon(known, pending, holders, server);
+      o_decided := e.decided;
+      o_newest := e.newest;
+      o_pending := e.now_pending;
+      o_holders := e.now_holders;
+      o_server := e.now_server;
+      IF e.newest < g.cursor THEN
+        RETURN NEXT;
+        RETURN;
+      END IF;
+    END IF;
+    o_status := 0;
+    IF e.decided <= g.cursor THEN
+      RETURN NEXT;
+      RETURN;
+    END IF;
+    IF pass = 1 THEN
+      SELECT l.seq INTO first_wanted FROM everbus.log l
+      WHERE l.seq > g.cursor AND NOT (l.type = ANY (unwanted))
+        AND CASE WHEN l.address IS NULL THEN true ELSE l.address = g.name OR archive END
+      ORDER BY l.seq LIMIT 1;
+      IF coalesce(first_wanted > e.decided, true) AND e.decided < g.cursor + lazy THEN
+        RETURN NEXT;
+        RETURN;
+      END IF;
+    END IF;
+  END LOOP;
+
+  SELECT count(*) FILTER (WHERE t.seq <= e.decided),
+    array_agg(t.seq ORDER BY t.seq) FILTER (WHERE t.seq <= e.decided AND t.before < most_bytes AND t.handled)
+  INTO found_count, seqs
+  FROM (
+    SELECT l.seq, sum(l.size) OVER w - l.size AS before, bool_and(l.type = ANY (ours)) OVER w AS handled
+    FROM (
+      SELECT l.seq, l.type, octet_length(l.payload) AS size FROM everbus.log l
+      WHERE l.seq > g.cursor AND NOT (l.type = ANY (unwanted))
+        AND CASE WHEN l.address IS NULL THEN true ELSE l.address = g.name OR archive END
+      ORDER BY l.seq LIMIT room
+    ) l WINDOW w AS (ORDER BY l.seq ROWS UNBOUNDED PRECEDING)
+  ) t;
+  taken := coalesce(cardinality(seqs), 0);
+  PERFORM set_config('synchronous_commit', 'off', true);
+  IF found_count = 0 THEN
+    UPDATE everbus.groups x SET cursor = e.decided WHERE x.id = of_group;
+    RETURN NEXT;
+    RETURN;
+  END IF;
+  lo := seqs[1];
+  hi := seqs[taken];
+  IF hi - lo + 1 > taken THEN
+    SELECT int8multirange(int8range(lo, hi, '[]')) - range_agg(int8range(s, s, '[]')) INTO not_ours
+    FROM unnest(seqs) s;
+  END IF;
+  -- The first event is none for this consumer, or the claim would be a large row.
+  IF taken = 0 OR (SELECT count(*) FROM unnest(not_ours)) > most_pieces THEN
+    o_status := 2;
+    RETURN NEXT;
+    RETURN;
+  END IF;
+  INSERT INTO everbus.claims (token, group_id, lo, hi, owner, until, done)
+  VALUES (new_token, of_group, lo, hi, for_owner, lease_until, not_ours);
+  UPDATE everbus.groups x
+  SET cursor = CASE WHEN taken < found_count OR found_count >= room THEN hi ELSE e.decided END,
+    active_at = greatest(x.active_at, at)
+  WHERE x.id = of_group;
+  o_status := 1;
+  RETURN NEXT;
+  RETURN QUERY
+  SELECT l.seq, l.id, l.type, l.version, l.occurred_at, l.received_at, l.attrs, l.payload, l.checksum,
+    NULL::smallint, NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint, NULL::text[], NULL::text
+  FROM everbus.log l
+  WHERE l.seq BETWEEN lo AND hi AND NOT (not_ours @> l.seq)
+  ORDER BY l.seq;
+END
+$$;
+
+-- Writes acks of events in claims, and returns the claims whose acks were written. A claim is left alone if its
+-- lease has ended, or if not all of its events are in flight. Tokens come in order, as everywhere.
+CREATE FUNCTION everbus.ack(tokens bigint[], groups bigint[], acked text[], at bigint, for_owner bigint)
+RETURNS bigint[] LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off
+AS $$
+#variable_conflict use_column
+DECLARE
+  c record;
+  mine int8multirange;
+  written bigint[] := '{}';
+BEGIN
+  FOR i IN 1..cardinality(tokens) LOOP
+    SELECT x.done, int8range(x.lo, x.hi, '[]') AS whole INTO c FROM everbus.claims x
+    WHERE x.token = tokens[i] AND x.group_id = groups[i] AND x.until > at AND x.owner = for_owner
+    FOR UPDATE;
+    CONTINUE WHEN NOT FOUND;
+    mine := acked[i]::int8multirange;
+    CONTINUE WHEN c.done && mine OR NOT (c.whole @> mine);
+    IF c.done + mine @> c.whole THEN
+      DELETE FROM everbus.claims x WHERE x.token = tokens[i];
+    ELSE
+      UPDATE everbus.claims x SET done = c.done + mine WHERE x.token = tokens[i];
+    END IF;
+    written := written || tokens[i];
+  END LOOP;
+  RETURN written;
+END
+$$;
