@@ -187,6 +187,14 @@ impl Target {
         }
     }
 
+    /// The URL, unless it is a file.
+    pub(crate) fn url(&self) -> Option<&str> {
+        match &self.place {
+            Place::File(_) => None,
+            Place::Url(url) => Some(url),
+        }
+    }
+
     /// The options that name this target again, for suggested commands.
     pub(crate) fn as_option(&self) -> String {
         use crate::output::shell_word;

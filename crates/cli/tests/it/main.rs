@@ -27,6 +27,8 @@ mod publish;
 mod recovery;
 mod replay;
 mod retention;
+#[cfg(all(feature = "postgres", feature = "nats"))]
+mod servers;
 mod store;
 mod streams;
 mod support;
