@@ -67,6 +67,7 @@
 //! - [`DeadLetterQueue`]: list, retry, correct and purge dead letters.
 //! - [`outbox`]: events committed in a transaction of the service's own database, and the relay that
 //!   publishes them.
+//! - [`bridge`]: carries events to a bus on another engine.
 //! - [`Bus::history`]: what happened to a tenant, an app, an entity.
 //! - [`audit`]: who did what.
 //! - [`Retention`]: what is kept, and for how long.
@@ -80,6 +81,7 @@ mod ambient;
 pub mod asyncapi;
 pub mod audit;
 mod breaker;
+pub mod bridge;
 mod compose;
 #[cfg(feature = "config")]
 pub mod config;

@@ -115,7 +115,8 @@ impl Remote {
                 .group("payment")
                 .name("charge")
                 .handler(move |everbus::Json(amount): everbus::Json<u64>| {
-                    std::future::ready(drop(paid.send(amount)))
+                    let _ = paid.send(amount);
+                    std::future::ready(())
                 })
                 .await
                 .unwrap();
