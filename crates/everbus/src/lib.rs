@@ -70,6 +70,7 @@
 //! - [`bridge`]: carries events to a bus on another engine.
 //! - [`Bus::history`]: what happened to a tenant, an app, an entity.
 //! - [`audit`]: who did what.
+//! - `workers`: several processes of one program, behind the feature `workers`.
 //! - [`Retention`]: what is kept, and for how long.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
@@ -114,6 +115,8 @@ mod stats;
 pub mod streams;
 pub mod testing;
 mod url;
+#[cfg(all(feature = "workers", unix))]
+pub mod workers;
 
 pub use access::Access;
 pub use admission::{Limits, PublishRate};

@@ -7,6 +7,7 @@ mod asyncapi;
 mod audit;
 mod basics;
 mod bench;
+mod bridge;
 mod config;
 mod demo;
 mod dialects;

@@ -264,7 +264,7 @@ fn nats_alone_moves_events_and_names_the_option_for_the_rest() {
         &["dlq", "show", id],
         &["dlq", "retry", "--all"],
         &["replay", id, "--yes"],
-        &["payloads", "show", id],
+        &["payloads", "largest"],
         &["audit", "list"],
         &["retention", "run"],
     ] {

@@ -27,8 +27,4 @@ impl Held {
     pub(super) fn leases(&self) -> Vec<Lease> {
         self.0.lock().values().cloned().collect()
     }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.0.lock().is_empty()
-    }
 }

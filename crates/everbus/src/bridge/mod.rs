@@ -23,7 +23,7 @@
 //! - Every event of the patterns that is for all groups. `*`, the default, leaves out `system.…`: the target
 //!   tells of its own dead letters. An event that is addressed to one group stays where that group is.
 //! - `occurred_at` and all attributes stay as they are; `received_at` is the time at which the target received it.
-//! - An event with `not_before` is carried when it is due, and before [`Bridge::run_until_caught_up`] returns.
+//! - An event that is published for later (`not_before`) is carried at once and waits at the target.
 //! - A payload in an object store stays there: the event refers to the same object, which the target must be able
 //!   to read (`overflow.also_read`).
 //!
@@ -44,7 +44,6 @@
 mod carry;
 mod held;
 mod route;
-mod scheduled;
 mod stats;
 
 use std::sync::Arc;
@@ -53,7 +52,7 @@ use std::time::Duration;
 
 use everbus_core::{
     Class, Code, ConsumeOptions, Delivery, Error, GroupInfo, GroupName, Pattern, Result,
-    Settlement, StartFrom, no_group,
+    Settlement, StartFrom, Verdict, no_group,
 };
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
@@ -186,7 +185,7 @@ impl Bridge {
         self.carry(Until::Stopped).await
     }
 
-    /// Carries events until the target has every event of the source: those that wait for their time too.
+    /// Carries events until the target has every event of the source.
     ///
     /// While programs publish to the source it ends at a moment when nothing is left. After they publish
     /// elsewhere, a second run ends when the target has everything.
@@ -223,9 +222,12 @@ impl Bridge {
         let ended = tokio::select! {
             ended = Box::pin(stages) => ended.map(drop),
             error = self.keep(&held) => Err(error),
-            error = Box::pin(self.watch(until, &route, &held)) => Err(error),
+            error = self.watch(until) => Err(error),
         };
         self.counters.waiting.store(false, Ordering::Relaxed);
+        if ended.is_err() {
+            self.give_back(&held).await;
+        }
         ended.map(|()| self.stats())
     }
 
@@ -352,6 +354,18 @@ impl Bridge {
         Ok(again)
     }
 
+    /// Gives back what is in flight after an error, so that the next run gets it at once. If that fails too, the
+    /// leases end.
+    async fn give_back(&self, held: &Held) {
+        let release = |lease| {
+            let after = Duration::ZERO;
+            Settlement::new(lease, Verdict::Release { after })
+        };
+        let settlements: Vec<Settlement> = held.leases().into_iter().map(release).collect();
+        let given = self.from.engine().broker.settle(settlements);
+        let _ = tokio::time::timeout(Duration::from_secs(1), given).await;
+    }
+
     /// Keeps the leases of everything in flight alive. Ends with an error only.
     async fn keep(&self, held: &Held) -> Error {
         loop {
@@ -370,11 +384,10 @@ impl Bridge {
     }
 
     /// Looks at the lag, and ends the run once there is none, if asked to. Ends with an error only.
-    async fn watch(&self, until: Until, route: &Route, held: &Held) -> Error {
-        let mut before = None;
+    async fn watch(&self, until: Until) -> Error {
         loop {
             let began = Instant::now();
-            match self.look(until, route, held, &mut before).await {
+            match self.look(until).await {
                 Ok(true) => {
                     self.phase.send_if_modified(|phase| {
                         let running = *phase == Phase::Run;
@@ -394,30 +407,13 @@ impl Bridge {
         }
     }
 
-    /// Returns whether the target has everything.
-    async fn look(
-        &self,
-        until: Until,
-        route: &Route,
-        held: &Held,
-        before: &mut Option<u64>,
-    ) -> Result<bool> {
+    /// Returns whether the run is to end: the target has everything.
+    async fn look(&self, until: Until) -> Result<bool> {
         let info = self.info().await?.ok_or_else(|| no_group(&self.group))?;
         let unsettled = info.lag().unsettled();
         self.counters.lag.store(unsettled, Ordering::Relaxed);
         self.counters.looked.store(true, Ordering::Relaxed);
-        let unchanged = before.replace(unsettled) == Some(unsettled);
-        if until == Until::Stopped {
-            return Ok(false);
-        }
-        if unsettled == 0 {
-            return Ok(true);
-        }
-        // Nothing comes and nothing is under way: what is left waits for its time.
-        if unchanged && info.behind == 0 && held.is_empty() {
-            return self.carry_scheduled(route, &info).await;
-        }
-        Ok(false)
+        Ok(until == Until::CaughtUp && unsettled == 0)
     }
 
     async fn info(&self) -> Result<Option<GroupInfo>> {
