@@ -173,12 +173,16 @@ impl Supervisor {
         loop {
             let started = Instant::now();
             let ended = match self.start(number) {
-                Ok(mut child) => tokio::select! {
-                    ended = child.wait() => ended,
-                    () = reached(&mut stopping, Stop::Asked) => {
-                        return self.end(child, &mut stopping).await;
+                Ok(mut child) => {
+                    // Held here: waiting for a child would close it, and the worker would stop.
+                    let _stdin = child.stdin.take();
+                    tokio::select! {
+                        ended = child.wait() => ended,
+                        () = reached(&mut stopping, Stop::Asked) => {
+                            return self.end(child, &mut stopping).await;
+                        }
                     }
-                },
+                }
                 Err(error) => Err(error),
             };
             if ended.as_ref().is_ok_and(ExitStatus::success) {

@@ -125,7 +125,6 @@ async fn workers_share_the_work_are_started_again_and_end_together() {
     let mut program = Program::start();
     let bus = open(program.folder.path()).await;
     program.until("all workers run", || program.workers().len() == COUNT).await;
-    program.until("the group is there", || true).await;
     while bus.groups().await.unwrap().is_empty() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
@@ -162,6 +161,7 @@ async fn workers_share_the_work_are_started_again_and_end_together() {
 async fn workers_stop_when_their_parent_is_killed() {
     let mut program = Program::start();
     program.until("all workers run", || program.workers().len() == COUNT).await;
+    assert!(program.files("ended-").is_empty(), "they run");
     send(program.parent.id(), "-KILL");
     tokio::task::block_in_place(|| program.parent.wait().unwrap());
     program.until("they end", || program.workers().iter().all(|pid| !is_running(*pid))).await;
