@@ -434,7 +434,9 @@ fn without_access(url: &str) -> String {
     let (scheme, rest) = base.split_once("://").unwrap_or(("", base));
     let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
     let schema = query.split('&').find(|pair| pair.starts_with("schema="));
-    let schema = schema.map(|schema| format!("?{schema}")).unwrap_or_default();
+    let schema = schema
+        .map(|schema| format!("?{schema}"))
+        .unwrap_or_default();
     format!("{scheme}://{place}{schema}")
 }
 

@@ -114,12 +114,10 @@ impl Engine {
 
     /// Waiting until an event is settled, or [`Code::Unsupported`].
     pub fn settled(&self) -> Result<&dyn Settled> {
-        self.settled
-            .as_deref()
-            .ok_or_else(|| {
-                let error = self.unsupported("waiting until every group is done with an event");
-                error.hint("the event is stored; `everbus groups` shows how far each group is")
-            })
+        self.settled.as_deref().ok_or_else(|| {
+            let error = self.unsupported("waiting until every group is done with an event");
+            error.hint("the event is stored; `everbus groups` shows how far each group is")
+        })
     }
 
     /// Redelivering events, or [`Code::Unsupported`].
@@ -159,9 +157,7 @@ impl Engine {
 
     /// The inbox, or [`Code::Unsupported`].
     pub fn inbox(&self) -> Result<&dyn Inbox> {
-        self.inbox
-            .as_deref()
-            .ok_or_else(|| self.beside("an inbox"))
+        self.inbox.as_deref().ok_or_else(|| self.beside("an inbox"))
     }
 
     /// The history, or [`Code::Unsupported`].

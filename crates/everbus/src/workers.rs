@@ -131,10 +131,7 @@ pub struct Supervisor {
 
 impl Supervisor {
     /// For so many processes; `command` makes the one with this number, from 1. Their standard input is taken.
-    pub fn new(
-        count: usize,
-        command: impl Fn(usize) -> Command + Send + Sync + 'static,
-    ) -> Self {
+    pub fn new(count: usize, command: impl Fn(usize) -> Command + Send + Sync + 'static) -> Self {
         Self {
             count,
             command: Box::new(command),
@@ -266,7 +263,10 @@ async fn kill(child: &mut Child) -> std::io::Result<ExitStatus> {
 
 /// Resolves at the next SIGTERM or Ctrl-C.
 async fn stop_signal() {
-    let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
+    let signals = (
+        signal(SignalKind::terminate()),
+        signal(SignalKind::interrupt()),
+    );
     let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
         // Without signals the process ends as the system ends it.
         return std::future::pending().await;

@@ -5,7 +5,9 @@ use std::time::Duration;
 use clap::ValueEnum;
 use everbus::Bus;
 use everbus::bridge::{BRIDGE, Bridge, BridgeStats};
-use everbus_core::{Clock as _, Code, Deduplication, Error, GroupName, Pattern, StartFrom, SystemClock};
+use everbus_core::{
+    Clock as _, Code, Deduplication, Error, GroupName, Pattern, StartFrom, SystemClock,
+};
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
@@ -196,8 +198,7 @@ async fn follow(
     ended
 }
 
-type Running<'a> =
-    std::pin::Pin<Box<dyn Future<Output = everbus_core::Result<BridgeStats>> + 'a>>;
+type Running<'a> = std::pin::Pin<Box<dyn Future<Output = everbus_core::Result<BridgeStats>> + 'a>>;
 
 fn show(bar: &ProgressBar, stats: &BridgeStats) {
     let done = stats.moved + stats.duplicates + stats.returned + stats.refused;
@@ -213,7 +214,11 @@ fn tell(stats: &BridgeStats, output: &mut Output) -> Outcome {
         let now = when::stamp(SystemClock.now());
         let behind = stats.lag.unwrap_or(0);
         let waits = if stats.waiting { ", waiting" } else { "" };
-        output.line(format!("{now} {}, {} behind{waits}", said(stats), grouped(behind)))?;
+        output.line(format!(
+            "{now} {}, {} behind{waits}",
+            said(stats),
+            grouped(behind)
+        ))?;
     }
     output.flush()
 }

@@ -56,7 +56,11 @@ fn assert_complete(events: &[Event], n: u64, ordered: bool) {
     assert_eq!(twice, 0, "stored twice");
     assert_eq!(sorted, (0..n).collect::<Vec<_>>(), "lost");
     for key in (0..KEYS).filter(|_| ordered) {
-        let of_key: Vec<u64> = arrived.iter().copied().filter(|n| n % KEYS == key).collect();
+        let of_key: Vec<u64> = arrived
+            .iter()
+            .copied()
+            .filter(|n| n % KEYS == key)
+            .collect();
         assert!(of_key.is_sorted(), "key {key}: {of_key:?}");
     }
 }
@@ -116,14 +120,29 @@ fn a_bridge_between_files_is_killed_and_nothing_is_lost() {
 #[test]
 fn a_bridge_tells_what_it_did() {
     let shop = Shop::new();
-    let publish = |n: &str| shop.run(&["--db", "from.db", "publish", "a.b", "--count", n]).ok();
+    let publish = |n: &str| {
+        shop.run(&["--db", "from.db", "publish", "a.b", "--count", n])
+            .ok()
+    };
     publish("3");
     let stats = caught_up(&shop, "from.db", "to.db", &[]).json();
-    assert_eq!((&stats["moved"], &stats["lag"]), (&json!(3), &json!(0)), "{stats}");
+    assert_eq!(
+        (&stats["moved"], &stats["lag"]),
+        (&json!(3), &json!(0)),
+        "{stats}"
+    );
     assert_eq!(stats["group"], "everbus.bridge");
     assert!(stats["to"].as_str().unwrap().ends_with("/to.db"), "{stats}");
     publish("2");
-    let text = ["bridge", "--from", "from.db", "--to", "sqlite:to.db", "--until", "caught-up"];
+    let text = [
+        "bridge",
+        "--from",
+        "from.db",
+        "--to",
+        "sqlite:to.db",
+        "--until",
+        "caught-up",
+    ];
     assert_eq!(shop.run(&text).ok(), "2 events carried; nothing is left\n");
     let child = start(&shop, "from.db", "to.db", &[]);
     publish("4");
@@ -135,7 +154,9 @@ fn a_bridge_tells_what_it_did() {
     let ended = Ran::from(child.wait_with_output().unwrap());
     assert!(ended.ok().ends_with("4 events carried\n"));
     // The group is one like others.
-    let groups = shop.run(&["--db", "from.db", "-o", "json", "groups"]).json();
+    let groups = shop
+        .run(&["--db", "from.db", "-o", "json", "groups"])
+        .json();
     assert_eq!(groups[0]["name"], "everbus.bridge");
 }
 
@@ -144,9 +165,18 @@ fn a_bridge_tells_what_it_did() {
 fn refused_events_are_told_by_the_exit_code() {
     let shop = Shop::new();
     for (db, payload) in [("from.db", "1"), ("to.db", "2")] {
-        shop.run(&["--db", db, "publish", "a.b", payload, "--id", "same"]).ok();
+        shop.run(&["--db", db, "publish", "a.b", payload, "--id", "same"])
+            .ok();
     }
-    let arguments = ["bridge", "--from", "from.db", "--to", "to.db", "--until", "caught-up"];
+    let arguments = [
+        "bridge",
+        "--from",
+        "from.db",
+        "--to",
+        "to.db",
+        "--until",
+        "caught-up",
+    ];
     let ran = shop.run(&arguments);
     assert_eq!(ran.code, 1, "{ran:?}");
     assert!(ran.out.contains("1 refused"), "{ran:?}");
@@ -234,7 +264,10 @@ mod servers {
         assert_eq!(ran.json()["moved"], first.len());
         // And not back: they came from there.
         let back = caught_up(&shop, &postgres, &file, &[]).json();
-        assert_eq!((&back["moved"], &back["returned"]), (&json!(0), &json!(first.len())));
+        assert_eq!(
+            (&back["moved"], &back["returned"]),
+            (&json!(0), &json!(first.len()))
+        );
         on_runtime(async {
             let target = open(&postgres).await;
             let last = all(&target).await;
@@ -307,7 +340,10 @@ mod servers {
             return;
         };
         let shop = Shop::new();
-        let (file, url) = (shop.path("shop.db").display().to_string(), server.fresh_database());
+        let (file, url) = (
+            shop.path("shop.db").display().to_string(),
+            server.fresh_database(),
+        );
         on_runtime(async {
             let (source, target) = (open(&file).await, open(&url).await);
             publish(&source, 0..3000).await;
@@ -331,7 +367,10 @@ mod servers {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
             let rest = caught_up(&shop, &file, &url, &[]).json();
-            assert_eq!((&rest["caught_up"], &rest["refused"]), (&json!(true), &json!(0)));
+            assert_eq!(
+                (&rest["caught_up"], &rest["refused"]),
+                (&json!(true), &json!(0))
+            );
             stop.store(true, Ordering::Relaxed);
             let mut acknowledged: Vec<EventId> = all(&source).await.iter().map(Event::id).collect();
             assert!(acknowledged.len() > 3000, "they published to the file");

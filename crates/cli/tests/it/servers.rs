@@ -205,7 +205,10 @@ fn remembers(bus: &Remote) {
 
     let dead = bus.dead_letter();
     let letters = bus.json(&["dlq", "list"]);
-    assert_eq!(letters["dead_letters"][0]["event"]["id"], *dead, "{letters}");
+    assert_eq!(
+        letters["dead_letters"][0]["event"]["id"], *dead,
+        "{letters}"
+    );
     let shown = bus.run(&["dlq", "show", &dead]).ok();
     assert!(shown.contains("no money"), "{shown}");
     bus.run(&["dlq", "show", "no-such-event"])
@@ -306,7 +309,10 @@ fn an_outbox_in_postgres_is_relayed_to_nats() {
         let relayed = bus.json(&["outbox", "relay", "--once", "--outbox", url]);
         assert_eq!(relayed["sent"], 1, "{relayed}");
         let status = bus.json(&["outbox", "status", "--outbox", url]);
-        assert_eq!((&status["pending"], &status["sent"]), (&json!(0), &json!(1)));
+        assert_eq!(
+            (&status["pending"], &status["sent"]),
+            (&json!(0), &json!(1))
+        );
     }
     let tail = ["tail", "--from", "first", "--no-follow"];
     assert_eq!(numbers(&bus.lines(&tail)), [5, 5]);
@@ -332,7 +338,11 @@ fn servers_that_cannot_be_used_are_told_apart() {
         ("nats://someone:hidden-secret@127.0.0.1:1", 4, "Unavailable"),
         ("mongodb://someone:hidden-secret@host", 2, "InvalidUrl"),
         (&*missing, 2, "InvalidUrl"),
-        ("postgres://someone:hidden-secret@host:notaport/x", 2, "InvalidUrl"),
+        (
+            "postgres://someone:hidden-secret@host:notaport/x",
+            2,
+            "InvalidUrl",
+        ),
     ] {
         let said = shop.run(&["--broker", broker, "publish", "a.b"]);
         let said = said.failed(exit, code);

@@ -4,8 +4,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, Class, Deduplication, Delivery, Error, Event, EventId, Failure,
-    FailureKind, Result, Settlement, Verdict,
+    Appended, Class, Deduplication, Delivery, Error, Event, EventId, Failure, FailureKind, Result,
+    Settlement, Verdict,
 };
 use tokio::sync::mpsc;
 

@@ -93,12 +93,17 @@ impl Bridge {
         }
         if self.patterns.is_some() {
             let what = format!("{} has patterns of its own", self.group);
-            return Err(Error::new(Code::InvalidSetting, what)
-                .hint("leave the patterns out to carry what it has not handled, or name a new group"));
+            return Err(Error::new(Code::InvalidSetting, what).hint(
+                "leave the patterns out to carry what it has not handled, or name a new group",
+            ));
         }
         Ok(Some(Route {
             mark: first.id,
-            patterns: info.subscriptions.iter().map(|s| s.pattern.clone()).collect(),
+            patterns: info
+                .subscriptions
+                .iter()
+                .map(|s| s.pattern.clone())
+                .collect(),
         }))
     }
 

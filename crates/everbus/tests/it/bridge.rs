@@ -74,7 +74,10 @@ async fn everything_arrives_once_and_in_order() {
         assert_eq!(numbers(&got), (0..=700).collect::<Vec<_>>());
         for (sent, got) in sent.iter().zip(&got) {
             let (sent, got) = (&sent.event, &got.event);
-            assert_eq!((sent.id(), sent.occurred_at()), (got.id(), got.occurred_at()));
+            assert_eq!(
+                (sent.id(), sent.occurred_at()),
+                (got.id(), got.occurred_at())
+            );
             let mut attributes = got.attributes().unwrap().clone();
             assert_eq!(attributes.bridged.len(), 1);
             attributes.bridged.clear();
@@ -123,7 +126,9 @@ async fn outages_and_lost_answers_lose_and_double_nothing() {
     for atomic in [true, false] {
         let (from, source, _) = faulty().await;
         let (to, target, _) = faulty().await;
-        target.atomic.store(atomic, std::sync::atomic::Ordering::SeqCst);
+        target
+            .atomic
+            .store(atomic, std::sync::atomic::Ordering::SeqCst);
         publish(&from, 0..100).await;
         source.fetch.add(2, Code::Unavailable);
         for errors in [&source.settle, &target.append] {
@@ -135,7 +140,10 @@ async fn outages_and_lost_answers_lose_and_double_nothing() {
         let stats = caught_up(&from, &to).await;
         assert_eq!(stats.moved + stats.duplicates, 100, "{stats:?}");
         assert_eq!(stats.refused, 0, "{stats:?}");
-        assert_eq!(numbers(&published(&to, "*").await), (0..100).collect::<Vec<_>>());
+        assert_eq!(
+            numbers(&published(&to, "*").await),
+            (0..100).collect::<Vec<_>>()
+        );
         assert_eq!(letters(&from).await, []);
         assert!(!stats.waiting);
     }
@@ -147,16 +155,22 @@ async fn a_refused_event_is_a_dead_letter_and_stops_nothing() {
     for atomic in [true, false] {
         let (from, _, _) = faulty().await;
         let (to, target, _) = faulty().await;
-        target.atomic.store(atomic, std::sync::atomic::Ordering::SeqCst);
+        target
+            .atomic
+            .store(atomic, std::sync::atomic::Ordering::SeqCst);
         publish(&from, 0..50).await;
         let sent = published(&from, "*").await;
         // The target has another event under this id.
-        let other = Event::builder("order.placed").id(sent[7].event.id()).json(&"other");
+        let other = Event::builder("order.placed")
+            .id(sent[7].event.id())
+            .json(&"other");
         to.publish(other).await.unwrap();
         let large = sent[20].event.id();
         target.judge(move |events| {
             let too_large = |event: &Event| event.id() == large;
-            let judged = events.iter().map(|e| too_large(e).then_some(Code::PayloadTooLarge));
+            let judged = events
+                .iter()
+                .map(|e| too_large(e).then_some(Code::PayloadTooLarge));
             judged.collect()
         });
         let stats = caught_up(&from, &to).await;
@@ -166,7 +180,9 @@ async fn a_refused_event_is_a_dead_letter_and_stops_nothing() {
         let ids: Vec<_> = letters.iter().map(|letter| letter.event().id()).collect();
         assert_eq!(ids, [sent[7].event.id(), large]);
         assert!(letters.iter().all(|letter| letter.group.as_str() == BRIDGE));
-        let errors = letters.iter().map(|letter| &letter.failures.last().unwrap().error);
+        let errors = letters
+            .iter()
+            .map(|letter| &letter.failures.last().unwrap().error);
         let errors: Vec<&String> = errors.collect();
         assert!(errors[0].contains("IdReused"), "{errors:?}");
         assert!(errors[1].contains("PayloadTooLarge"), "{errors:?}");
@@ -187,7 +203,10 @@ async fn a_target_that_refuses_everything_ends_the_bridge() {
     let bridge = Bridge::new(&from, &to).target("the archive");
     let error = bridge.run_until_caught_up().await.unwrap_err();
     assert_eq!(error.code(), Code::NoStream);
-    assert!(error.message().contains("the archive refuses every event"), "{error}");
+    assert!(
+        error.message().contains("the archive refuses every event"),
+        "{error}"
+    );
     assert!(letters(&from).await.len() <= 20);
     *target.judge.lock().unwrap() = None;
     let filter = everbus::DeadLetterFilter::default();
@@ -205,7 +224,10 @@ async fn a_bridge_into_its_own_log_is_refused() {
     let (one, two) = (lab.open().await, lab.open().await);
     publish(&one, 0..3).await;
     for (from, to) in [(&one, &one), (&one, &two)] {
-        let error = Bridge::new(from, to).run_until_caught_up().await.unwrap_err();
+        let error = Bridge::new(from, to)
+            .run_until_caught_up()
+            .await
+            .unwrap_err();
         assert_eq!(error.code(), Code::InvalidSetting);
         assert!(error.message().contains("the same log"), "{error}");
         assert!(error.hint_text().is_some());
@@ -226,7 +248,10 @@ async fn nothing_goes_round() {
     let again = caught_up(&a, &b).await;
     assert_eq!((again.moved, again.returned, again.duplicates), (0, 3, 0));
     // A chain: what was carried once is carried on, and not back to where it began.
-    let on = Bridge::new(&b, &c).group(group("to c")).run_until_caught_up().await;
+    let on = Bridge::new(&b, &c)
+        .group(group("to c"))
+        .run_until_caught_up()
+        .await;
     assert_eq!(on.unwrap().moved, 8);
     let ring = caught_up(&c, &a).await;
     // Those that began at b came to a on another way: a knows their ids.
@@ -247,7 +272,12 @@ async fn the_group_of_another_bridge_is_refused() {
     let bridge = Bridge::new(&from, &to).target("shop").patterns(orders());
     assert_eq!(bridge.run_until_caught_up().await.unwrap().moved, 4);
     for (bridge, why) in [
-        (Bridge::new(&from, &other).target("elsewhere").patterns(orders()), "another target"),
+        (
+            Bridge::new(&from, &other)
+                .target("elsewhere")
+                .patterns(orders()),
+            "another target",
+        ),
         (Bridge::new(&from, &to).target("shop"), "other patterns"),
     ] {
         let error = bridge.run_until_caught_up().await.unwrap_err();
@@ -261,7 +291,12 @@ async fn the_group_of_another_bridge_is_refused() {
 async fn a_group_hands_over_what_it_has_not_handled() {
     let lab = Lab::new(Kind::Sqlite);
     let (from, to) = (lab.open().await, memory().await);
-    from.subscribe("order.*").group("billing").name("charge").handler(|| async {}).await.unwrap();
+    from.subscribe("order.*")
+        .group("billing")
+        .name("charge")
+        .handler(|| async {})
+        .await
+        .unwrap();
     from.start().await.unwrap();
     publish(&from, 0..5).await;
     eventually("five are handled", || async {
@@ -275,7 +310,11 @@ async fn a_group_hands_over_what_it_has_not_handled() {
     let patterned = Bridge::new(&from, &to).group(group("billing"));
     let patterned = patterned.patterns(vec![Pattern::new("user.*").unwrap()]);
     let error = patterned.run_until_caught_up().await.unwrap_err();
-    assert_eq!(error.code(), Code::InvalidSetting, "it has patterns of its own");
+    assert_eq!(
+        error.code(),
+        Code::InvalidSetting,
+        "it has patterns of its own"
+    );
     let bridge = Bridge::new(&from, &to).group(group("billing"));
     assert_eq!(bridge.run_until_caught_up().await.unwrap().moved, 4);
     assert_eq!(numbers(&published(&to, "*").await), [5, 6, 7, 8]);
@@ -288,7 +327,13 @@ async fn events_for_later_are_carried_too() {
     on_every_engine(|lab| async move {
         let (from, to) = (lab.open().await, memory().await);
         let at = lab.clock.now().plus(Duration::from_secs(3600));
-        let later = |n: u64| Event::builder("order.placed").json(&n).at(at).build().unwrap();
+        let later = |n: u64| {
+            Event::builder("order.placed")
+                .json(&n)
+                .at(at)
+                .build()
+                .unwrap()
+        };
         from.publish(later(1)).await.unwrap();
         publish(&from, 2..5).await;
         from.publish(later(5)).await.unwrap();

@@ -49,7 +49,9 @@ fn the_program() {
 }
 
 async fn open(folder: &Path) -> Bus {
-    Bus::open(folder.join("bus.db").display().to_string()).await.unwrap()
+    let url = folder.join("bus.db").display().to_string();
+    // Few at a time, so that there is something for each process.
+    Bus::builder().prefetch(4).open(url).await.unwrap()
 }
 
 /// A running program with its workers.
@@ -63,7 +65,9 @@ impl Program {
         let folder = tempfile::tempdir().unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["workers::the_program", "--exact", "--nocapture"]);
-        command.env(FOLDER, folder.path()).env_remove(workers::WORKER);
+        command
+            .env(FOLDER, folder.path())
+            .env_remove(workers::WORKER);
         let parent = command.spawn().unwrap();
         Self { folder, parent }
     }
@@ -81,7 +85,10 @@ impl Program {
 
     /// The workers that were started, by their process ids.
     fn workers(&self) -> BTreeSet<u32> {
-        self.files("worker-").into_iter().map(|(pid, _)| pid).collect()
+        self.files("worker-")
+            .into_iter()
+            .map(|(pid, _)| pid)
+            .collect()
     }
 
     fn handled(&self) -> BTreeSet<u64> {
@@ -97,7 +104,10 @@ impl Program {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         };
-        assert!(tokio::time::timeout(PATIENCE, wait).await.is_ok(), "never: {what}");
+        assert!(
+            tokio::time::timeout(PATIENCE, wait).await.is_ok(),
+            "never: {what}"
+        );
     }
 }
 
@@ -109,7 +119,9 @@ impl Drop for Program {
 }
 
 fn send(pid: u32, signal: &str) {
-    let kill = Command::new("kill").args([signal, &pid.to_string()]).status();
+    let kill = Command::new("kill")
+        .args([signal, &pid.to_string()])
+        .status();
     assert!(kill.unwrap().success());
 }
 
@@ -124,33 +136,54 @@ fn is_running(pid: u32) -> bool {
 async fn workers_share_the_work_are_started_again_and_end_together() {
     let mut program = Program::start();
     let bus = open(program.folder.path()).await;
-    program.until("all workers run", || program.workers().len() == COUNT).await;
+    program
+        .until("all workers run", || program.workers().len() == COUNT)
+        .await;
     while bus.groups().await.unwrap().is_empty() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let publish = |range: std::ops::Range<u64>| bus.publish_batch(range.map(|n| ("a.b", n)));
     publish(0..200).await.unwrap();
-    program.until("all are handled", || program.handled().len() == 200).await;
+    program
+        .until("all are handled", || program.handled().len() == 200)
+        .await;
     let busy = program.files("worker-");
-    let busy = busy.iter().filter(|(_, text)| text.contains("handled")).count();
+    let busy = busy
+        .iter()
+        .filter(|(_, text)| text.contains("handled"))
+        .count();
     assert!(busy > 1, "one process did all of it");
 
     let victim = *program.workers().iter().next().unwrap();
     send(victim, "-KILL");
-    program.until("another one takes its place", || program.workers().len() == COUNT + 1).await;
+    program
+        .until("another one takes its place", || {
+            program.workers().len() == COUNT + 1
+        })
+        .await;
     publish(200..300).await.unwrap();
-    program.until("all are handled", || program.handled().len() == 300).await;
+    program
+        .until("all are handled", || program.handled().len() == 300)
+        .await;
     let numbers: BTreeSet<String> = program
         .files("worker-")
         .iter()
         .filter_map(|(_, text)| text.lines().next().map(str::to_owned))
         .collect();
-    assert_eq!(numbers.len(), COUNT, "the new one has the number of the old one");
+    assert_eq!(
+        numbers.len(),
+        COUNT,
+        "the new one has the number of the old one"
+    );
 
     send(program.parent.id(), "-TERM");
     let status = tokio::task::block_in_place(|| program.parent.wait().unwrap());
     assert!(status.success(), "{status}");
-    let ended: BTreeSet<u32> = program.files("ended-").into_iter().map(|(pid, _)| pid).collect();
+    let ended: BTreeSet<u32> = program
+        .files("ended-")
+        .into_iter()
+        .map(|(pid, _)| pid)
+        .collect();
     assert_eq!(ended.len(), COUNT, "each has shut its bus down");
     assert!(program.workers().iter().all(|pid| !is_running(*pid)));
     bus.shutdown().await.unwrap();
@@ -160,10 +193,16 @@ async fn workers_share_the_work_are_started_again_and_end_together() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn workers_stop_when_their_parent_is_killed() {
     let mut program = Program::start();
-    program.until("all workers run", || program.workers().len() == COUNT).await;
+    program
+        .until("all workers run", || program.workers().len() == COUNT)
+        .await;
     assert!(program.files("ended-").is_empty(), "they run");
     send(program.parent.id(), "-KILL");
     tokio::task::block_in_place(|| program.parent.wait().unwrap());
-    program.until("they end", || program.workers().iter().all(|pid| !is_running(*pid))).await;
+    program
+        .until("they end", || {
+            program.workers().iter().all(|pid| !is_running(*pid))
+        })
+        .await;
     assert_eq!(program.files("ended-").len(), COUNT, "in good order");
 }

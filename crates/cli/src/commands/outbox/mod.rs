@@ -206,7 +206,9 @@ async fn open_file(path: &Path, target: &Target) -> Outcome<Arc<dyn OutboxSource
                 Code::NoSuchFile,
                 format!("there is no file {}", path.display()),
             )
-            .hint("--outbox names the database of your program, the one with the table event_outbox"),
+            .hint(
+                "--outbox names the database of your program, the one with the table event_outbox",
+            ),
             Code::NotEverbus => Error::new(
                 Code::NotAFile,
                 format!("{} is not an SQLite database", path.display()),
