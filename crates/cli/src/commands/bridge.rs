@@ -121,6 +121,10 @@ pub(crate) async fn run(bridge: BridgeArgs, args: &Args, output: &mut Output) ->
         () = interrupt.wait() => return Err(Stop::Interrupted),
     };
     warn_of_duplicates(&target, &to, output);
+    // A store beside the target gets the events too.
+    if let Some(archive) = &target.engine().background {
+        tokio::spawn(archive.run());
+    }
     let mut work = Bridge::new(&source, &target)
         .group(bridge.group.clone())
         .start_from(bridge.start)

@@ -323,7 +323,7 @@ fn an_outbox_in_postgres_is_relayed_to_nats() {
     assert!(said.contains("outbox init"), "{said}");
 }
 
-// conformance: engines/cli-servers-bad-input: a server that is away, a wrong password, a wrong scheme and a missing database have exit codes and hints of their own, and no secret is shown
+// conformance: engines/cli-servers-bad-input: a server that is away, a wrong scheme, a wrong port and a missing database have exit codes and hints of their own, and no secret is shown
 // needs: PostgreSQL
 #[test]
 fn servers_that_cannot_be_used_are_told_apart() {

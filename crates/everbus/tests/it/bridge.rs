@@ -351,17 +351,59 @@ async fn events_for_later_are_carried_too() {
     .await;
 }
 
-// conformance: engines/bridge-left: events of the system and events addressed to one group stay; a pattern that names system. carries those
+// conformance: engines/bridge-left: events of the system and events addressed to one group stay; a pattern that names system. carries the former
 #[tokio::test]
 async fn what_belongs_to_the_source_stays_there() {
     let (from, to) = (memory().await, memory().await);
     publish(&from, 0..2).await;
     let addressed = event(7).addressed_to(&group("billing"));
     from.publish(addressed).await.unwrap();
-    let dead = Bridge::new(&from, &to).group(group("dead"));
-    dead.run_until_caught_up().await.unwrap();
-    assert_eq!(numbers(&published(&to, "*").await), [0, 1]);
+    // A dead letter, of which the source tells.
+    let refuse = || std::future::ready(Err::<(), _>(everbus::permanent("no")));
+    let subscribe = from.subscribe("card.*").group("payment");
+    subscribe.handler(refuse).await.unwrap();
+    from.start().await.unwrap();
+    let receipt = from.publish(("card.used", 9)).await.unwrap();
+    receipt.settled().await.unwrap();
+    assert_eq!(published(&from, "system.>").await.len(), 1);
+    caught_up(&from, &to).await;
+    assert_eq!(numbers(&published(&to, "*").await), [0, 1, 9]);
     assert!(published(&to, "system.>").await.is_empty());
+    let system = Bridge::new(&from, &to).group(group("system"));
+    let system = system.patterns(vec![Pattern::new("system.>").unwrap()]);
+    assert_eq!(system.run_until_caught_up().await.unwrap().moved, 1);
+    assert_eq!(published(&to, "system.dead_letter").await.len(), 1);
+}
+
+// conformance: engines/bridge-lookup: a target that does not recognise ids is asked for events that may have been sent before
+#[tokio::test]
+async fn what_may_have_been_sent_is_looked_for_first() {
+    let (from, source, clock) = faulty().await;
+    let (to, target, _) = faulty().await;
+    target
+        .forgetful
+        .store(true, std::sync::atomic::Ordering::SeqCst);
+    publish(&from, 0..5).await;
+    // Dies after the append and before the ack.
+    source.settle.add(1_000_000, Code::Unavailable);
+    let bridge = Bridge::new(&from, &to);
+    let died = tokio::select! {
+        _ = bridge.run() => false,
+        () = eventually("they are there", || async {
+            published(&to, "*").await.len() == 5
+        }) => true,
+    };
+    assert!(died);
+    source.settle.clear();
+    clock.advance(Duration::from_secs(3600));
+    let appends = target.batches.lock().unwrap().len();
+    let stats = caught_up(&from, &to).await;
+    assert_eq!((stats.moved, stats.duplicates), (0, 5), "{stats:?}");
+    assert_eq!(
+        target.batches.lock().unwrap().len(),
+        appends,
+        "not sent again"
+    );
 }
 
 // conformance: engines/bridge-stop: a bridge that is stopped while the target is away ends, and gives back what it has
