@@ -216,7 +216,7 @@ async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
 }
 
 fn event(payload: usize) -> Outcome<Event> {
-    let event = Event::builder("bench.event.stored").payload(vec![b'x'; payload]);
+    let event = Event::builder("bench.event.stored").json(&"x".repeat(payload - 2));
     Ok(event.build()?)
 }
 
