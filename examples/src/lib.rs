@@ -25,6 +25,8 @@ chapters! {
     retention: "retention.md",
     testing: "testing.md",
     engines: "engines.md",
+    bridge: "bridge.md",
+    workers: "workers.md",
     configuration: "configuration.md",
     dialects: "dialects.md",
 }

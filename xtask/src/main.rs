@@ -36,6 +36,7 @@ cargo xtask <task>
   bench [--record] [arguments] build in release mode and run `everbus bench` with the arguments;
                                --record writes the results to docs/requirements/benches.txt
   bench engines [arguments]    the engines with a server beside their raw clients
+  bench bridge [arguments]     bridges between engines beside what their two ends do alone
   instructions                 count what an event costs in the pipeline, with valgrind
   chaos --minutes N            kill a real process again and again and look for lost events
         --seconds N            [--hostile-rounds K] how often hostile surroundings are tried
@@ -158,16 +159,17 @@ fn bench(arguments: &[String]) -> Result<(), Failed> {
         return record(rest);
     }
     if let Some((first, rest)) = arguments.split_first()
-        && first == "engines"
+        && ["engines", "bridge"].contains(&first.as_str())
     {
-        return bench_engines(rest);
+        return bench_servers(first, rest);
     }
     everbus_bench(arguments).run()
 }
 
-/// Every engine with a server beside its raw client.
-fn bench_engines(arguments: &[String]) -> Result<(), Failed> {
+/// Every engine with a server beside its raw client, or bridges between them.
+fn bench_servers(what: &str, arguments: &[String]) -> Result<(), Failed> {
     servers::install();
+    let program = format!("everbus-bench-{what}");
     let fixed = [
         "run",
         "--release",
@@ -176,7 +178,7 @@ fn bench_engines(arguments: &[String]) -> Result<(), Failed> {
         "--features",
         "engines",
         "--bin",
-        "everbus-bench-engines",
+        &program,
         "--",
     ];
     Cargo::new(&fixed).args(arguments).run()

@@ -61,7 +61,7 @@ pub(crate) struct Args {
     #[arg(long, global = true, value_name = "FILE", conflicts_with = "broker")]
     pub(crate) db: Option<PathBuf>,
 
-    /// The engine, as a URL: sqlite:FILE [env: EVERBUS_BROKER]
+    /// The engine, as a URL: sqlite:FILE, postgres://HOST/DATABASE, nats://HOST [env: EVERBUS_BROKER]
     #[arg(long, global = true, value_name = "URL")]
     pub(crate) broker: Option<String>,
 
@@ -159,6 +159,8 @@ pub(crate) enum Command {
     /// Publish events that were written with the data of your own database
     #[command(subcommand)]
     Outbox(crate::commands::outbox::OutboxCommand),
+    /// Carry events from one engine to another: for as long as it runs, or to move house
+    Bridge(Box<crate::commands::bridge::BridgeArgs>),
     /// A small shop on a new file: publishes, handles, fails, retries, dead-letters. It replaces
     /// the everbus-demo.db of an earlier demo, and no other file
     Demo,

@@ -81,6 +81,57 @@ impl Target {
         })
     }
 
+    /// One end of a bridge: a path, a URL, or a configuration file with the broker that it names.
+    pub(crate) fn end(value: &str, store: Option<String>, args: &Args) -> Outcome<Self> {
+        let is_config = [".yaml", ".yml"].iter().any(|end| value.ends_with(end));
+        let (place, configured, config) = if is_config {
+            let path = PathBuf::from(value);
+            let config = Config::load(&path)?;
+            let place = Place::from_config(&path, &config)?;
+            let place = place.ok_or_else(|| {
+                let hint = Some("add broker: {url: …} to it, or name the URL itself");
+                Stop::usage(format!("{value} names no broker"), hint)
+            })?;
+            (place, config.store_url(), Some(path))
+        } else if value.contains("://") || value.starts_with("sqlite:") || value == "memory:" {
+            (Place::from_url(value)?, None, None)
+        } else {
+            (Place::File(value.into()), None, None)
+        };
+        if let Place::File(path) = &place {
+            refuse_directory_name(path, "FILE")?;
+        }
+        Ok(Self {
+            place,
+            store: store.or(configured),
+            config,
+            max_payload: args.max_payload,
+            busy_timeout: args.busy_timeout,
+            told: Arc::new(AtomicBool::new(args.output == OutputFormat::Json)),
+        })
+    }
+
+    /// Its name without credentials. Two names are equal only if they name the same log.
+    pub(crate) fn label(&self) -> String {
+        match &self.place {
+            Place::File(path) => {
+                let whole = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+                format!("sqlite:{}", whole.display())
+            }
+            Place::Url(url) => without_access(url),
+        }
+    }
+
+    /// Whether both name the same log, as far as their names say.
+    pub(crate) fn is_same_as(&self, other: &Self) -> bool {
+        match (&self.place, &other.place) {
+            (Place::File(one), Place::File(two)) => {
+                crate::files::are_same(one, two) || self.label() == other.label()
+            }
+            _ => self.label() == other.label(),
+        }
+    }
+
     /// An Everbus file, opened with the default settings.
     pub(crate) fn file(path: &Path) -> Self {
         Self {
@@ -184,6 +235,14 @@ impl Target {
                 )
                 .hint("name the file with --db"),
             )),
+        }
+    }
+
+    /// The URL, unless it is a file.
+    pub(crate) fn url(&self) -> Option<&str> {
+        match &self.place {
+            Place::File(_) => None,
+            Place::Url(url) => Some(url),
         }
     }
 
@@ -369,6 +428,18 @@ async fn catch_up(engine: &Engine) -> Outcome {
     Ok(())
 }
 
+/// A URL without credentials and without settings, but with the schema: that is another log.
+fn without_access(url: &str) -> String {
+    let (base, query) = url.split_once('?').unwrap_or((url, ""));
+    let (scheme, rest) = base.split_once("://").unwrap_or(("", base));
+    let place = rest.rsplit_once('@').map_or(rest, |(_, place)| place);
+    let schema = query.split('&').find(|pair| pair.starts_with("schema="));
+    let schema = schema
+        .map(|schema| format!("?{schema}"))
+        .unwrap_or_default();
+    format!("{scheme}://{place}{schema}")
+}
+
 /// A variable of the environment that is set to something.
 fn variable(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
@@ -420,6 +491,8 @@ mod tests {
         assert_eq!(Place::from_url("sqlite://a/b.db").unwrap(), file("a/b.db"));
         assert_eq!(Place::from_url("sqlite:///a.db").unwrap(), file("/a.db"));
         assert!(Place::from_url("memory:").is_err());
+        let named = without_access("postgres://me:se@cret@db:5432/shop?pool_size=2&schema=a");
+        assert_eq!(named, "postgres://db:5432/shop?schema=a");
         assert!(matches!(
             Place::from_url("kafka://h").unwrap(),
             Place::Url(_)

@@ -109,14 +109,15 @@ impl Engine {
     pub fn lookup(&self) -> Result<&dyn Lookup> {
         self.lookup
             .as_deref()
-            .ok_or_else(|| self.unsupported("finding events by id"))
+            .ok_or_else(|| self.beside("finding events by id"))
     }
 
     /// Waiting until an event is settled, or [`Code::Unsupported`].
     pub fn settled(&self) -> Result<&dyn Settled> {
-        self.settled
-            .as_deref()
-            .ok_or_else(|| self.unsupported("waiting until every group is done with an event"))
+        self.settled.as_deref().ok_or_else(|| {
+            let error = self.unsupported("waiting until every group is done with an event");
+            error.hint("the event is stored; `everbus groups` shows how far each group is")
+        })
     }
 
     /// Redelivering events, or [`Code::Unsupported`].
@@ -137,7 +138,7 @@ impl Engine {
     pub fn dead_letters(&self) -> Result<&dyn DeadLetters> {
         self.dead_letters
             .as_deref()
-            .ok_or_else(|| self.unsupported("querying dead letters"))
+            .ok_or_else(|| self.beside("querying dead letters"))
     }
 
     /// The writing side of the store, or [`Code::Unsupported`].
@@ -151,64 +152,66 @@ impl Engine {
     pub fn maintenance(&self) -> Result<&dyn Maintenance> {
         self.maintenance
             .as_deref()
-            .ok_or_else(|| self.unsupported("a file to maintain"))
+            .ok_or_else(|| self.beside("a file to maintain"))
     }
 
     /// The inbox, or [`Code::Unsupported`].
     pub fn inbox(&self) -> Result<&dyn Inbox> {
-        self.inbox
-            .as_deref()
-            .ok_or_else(|| self.unsupported("an inbox"))
+        self.inbox.as_deref().ok_or_else(|| self.beside("an inbox"))
     }
 
     /// The history, or [`Code::Unsupported`].
     pub fn history(&self) -> Result<&dyn History> {
         self.history
             .as_deref()
-            .ok_or_else(|| self.unsupported("history queries"))
+            .ok_or_else(|| self.beside("history queries"))
     }
 
     /// The payload stages, or [`Code::Unsupported`].
     pub fn payloads(&self) -> Result<&dyn Payloads> {
         self.payloads
             .as_deref()
-            .ok_or_else(|| self.unsupported("payload stages"))
+            .ok_or_else(|| self.beside("payload stages"))
     }
 
     /// The audit trail, or [`Code::Unsupported`].
     pub fn audit(&self) -> Result<&dyn Audit> {
         self.audit
             .as_deref()
-            .ok_or_else(|| self.unsupported("an audit trail"))
+            .ok_or_else(|| self.beside("an audit trail"))
     }
 
     /// The checkpoints, or [`Code::Unsupported`].
     pub fn checkpoints(&self) -> Result<&dyn Checkpoints> {
         self.checkpoints
             .as_deref()
-            .ok_or_else(|| self.unsupported("checkpoints"))
+            .ok_or_else(|| self.beside("checkpoints"))
     }
 
     /// The values by key, or [`Code::Unsupported`].
     pub fn kv(&self) -> Result<Arc<dyn KeyValue>> {
-        self.kv.clone().ok_or_else(|| {
-            let error = self.unsupported("values by key");
-            error.hint("name a store beside it, such as --store sqlite:state.db")
-        })
+        self.kv.clone().ok_or_else(|| self.beside("values by key"))
     }
 
     /// The outbox in the engine's own database, or [`Code::Unsupported`].
     pub fn outbox(&self) -> Result<Arc<dyn OutboxSource>> {
-        self.outbox
-            .clone()
-            .ok_or_else(|| self.unsupported("an outbox in its own database"))
+        self.outbox.clone().ok_or_else(|| {
+            let error = self.unsupported("an outbox in its own database");
+            error.hint("name the database with the table event_outbox: --outbox shop.db, or --outbox postgres://…")
+        })
     }
 
     /// The objects without an event, or [`Code::Unsupported`].
     pub fn orphans(&self) -> Result<&dyn Orphans> {
         self.orphans
             .as_deref()
-            .ok_or_else(|| self.unsupported("a list of objects without their events"))
+            .ok_or_else(|| self.beside("a list of objects without their events"))
+    }
+
+    /// The error for an ability that a store beside this engine adds.
+    fn beside(&self, what: &str) -> Error {
+        self.unsupported(what)
+            .hint("name a store beside it, such as --store sqlite:history.db")
     }
 
     fn unsupported(&self, what: &str) -> Error {

@@ -123,6 +123,10 @@ pub struct Attributes {
     /// Where the large part of the payload is, if it is in an object store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub overflow: Option<Box<Overflow>>,
+    /// The bridges that brought the event from log to log, first to last: each by the id of its subscription
+    /// in the log that it read. A bridge carries no event back into a log that the event came from.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub bridged: Vec<EventId>,
 }
 
 impl Attributes {
@@ -143,6 +147,7 @@ impl Attributes {
         not_before: None,
         address: None,
         overflow: None,
+        bridged: Vec::new(),
     };
 
     /// Every text of the attributes with the name of its attribute, keys of the metadata too.
@@ -293,6 +298,13 @@ impl Event {
     #[must_use]
     pub fn addressed_to(mut self, group: &GroupName) -> Self {
         self.attributes.get_or_insert_default().address = Some(group.as_str().to_owned());
+        self
+    }
+
+    /// Notes that a bridge carries the event; see [`Attributes::bridged`].
+    #[must_use]
+    pub fn bridged_by(mut self, bridge: EventId) -> Self {
+        self.attributes.get_or_insert_default().bridged.push(bridge);
         self
     }
 
@@ -495,7 +507,7 @@ impl Event {
     ///
     /// The content must be equal: type, version, payload, content type, tenant, app, entity, key, metadata
     /// and address. Values that may differ in a second try are ignored: the times, the source, correlation,
-    /// causation and trace.
+    /// causation and trace, and whether a bridge brought it.
     pub fn same_body(&self, other: &Event) -> bool {
         let (a, b) = (
             self.attributes().unwrap_or(Attributes::NONE),

@@ -67,8 +67,10 @@
 //! - [`DeadLetterQueue`]: list, retry, correct and purge dead letters.
 //! - [`outbox`]: events committed in a transaction of the service's own database, and the relay that
 //!   publishes them.
+//! - [`bridge`]: carries events to a bus on another engine.
 //! - [`Bus::history`]: what happened to a tenant, an app, an entity.
 //! - [`audit`]: who did what.
+//! - `workers`: several processes of one program, behind the feature `workers`.
 //! - [`Retention`]: what is kept, and for how long.
 //! - [`TypedEvent`]: a Rust type that is the payload of one event type.
 //!
@@ -80,6 +82,7 @@ mod ambient;
 pub mod asyncapi;
 pub mod audit;
 mod breaker;
+pub mod bridge;
 mod compose;
 #[cfg(feature = "config")]
 pub mod config;
@@ -112,6 +115,8 @@ mod stats;
 pub mod streams;
 pub mod testing;
 mod url;
+#[cfg(all(feature = "workers", unix))]
+pub mod workers;
 
 pub use access::Access;
 pub use admission::{Limits, PublishRate};

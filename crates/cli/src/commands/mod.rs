@@ -4,6 +4,7 @@ mod asyncapi;
 pub(crate) mod audit;
 pub(crate) mod backup;
 pub(crate) mod bench;
+pub(crate) mod bridge;
 mod carry;
 pub(crate) mod check;
 mod check_config;
@@ -67,6 +68,8 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Replay(args) => replay::run(*args, &target()?, output).await,
         // The relay handles Ctrl-C itself: it finishes the running work.
         Command::Outbox(command) => outbox::run(command, &target()?, output).await,
+        // It finishes the running work after Ctrl-C.
+        Command::Bridge(bridge) => bridge::run(*bridge, &args, output).await,
         Command::Check(check) => match &args.config {
             Some(config) => check_config::run(&args, &check, config, output),
             None => until_interrupted(check::run(&check, &target()?, output)).await,

@@ -164,11 +164,11 @@ async fn replay(
         }
         return output.line(receipt.id().to_string());
     }
-    // A range can always be continued; a single event need not be.
+    // A range can be continued where there are checkpoints; a single event need not be.
     let name = match (&args.name, id) {
         (Some(name), _) => Some(name.clone()),
         (None, Some(_)) => None,
-        (None, None) => Some(made_up()),
+        (None, None) => bus.engine().checkpoints.as_ref().map(|_| made_up()),
     };
     if let Some(name) = &name {
         announce(name, &args.command(target, name).to_string(), output);

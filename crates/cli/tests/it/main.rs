@@ -7,6 +7,7 @@ mod asyncapi;
 mod audit;
 mod basics;
 mod bench;
+mod bridge;
 mod config;
 mod demo;
 mod dialects;
@@ -27,6 +28,8 @@ mod publish;
 mod recovery;
 mod replay;
 mod retention;
+#[cfg(all(feature = "postgres", feature = "nats"))]
+mod servers;
 mod store;
 mod streams;
 mod support;

@@ -152,6 +152,18 @@ pub async fn init_url(url: &str) -> Result<bool> {
     Err(not_built(url))
 }
 
+/// The SQL that creates the outbox tables in the kind of database that a URL names, `postgres://…`. Nothing is
+/// connected to.
+pub fn tables_sql_of(url: &str) -> Result<String> {
+    #[cfg(feature = "postgres")]
+    {
+        let _ = url;
+        Ok(crate::postgres::Outbox::tables_sql())
+    }
+    #[cfg(not(feature = "postgres"))]
+    Err(not_built(url))
+}
+
 #[cfg(not(feature = "postgres"))]
 fn not_built(_: &str) -> everbus_core::Error {
     let what = "this build has no postgres engine";

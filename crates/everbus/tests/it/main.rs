@@ -4,6 +4,7 @@
 
 mod audit;
 mod breaker;
+mod bridge;
 mod config;
 mod configured;
 mod correlation;
@@ -50,3 +51,5 @@ mod test_bus;
 mod typed;
 mod unavailable;
 mod wiring;
+#[cfg(feature = "workers")]
+mod workers;

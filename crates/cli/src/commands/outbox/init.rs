@@ -1,6 +1,6 @@
 //! `everbus outbox init`: creates the tables of an outbox, for services that cannot create them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use everbus::outbox::{Outbox, OutboxInit, OutboxOptions};
@@ -15,7 +15,8 @@ pub(super) const INIT_HELP: &str = "\
 A service in any language writes its events with INSERT INTO event_outbox, in the transaction of \
 the data they are about; `everbus outbox relay --outbox FILE` publishes them. The tables are made \
 all together or not at all, and what is there already is left as it is. With --print-sql they can \
-be part of the service's own migrations: everbus outbox init --print-sql | sqlite3 shop.db";
+be part of the service's own migrations: everbus outbox init --print-sql | sqlite3 shop.db. It is \
+the SQL of SQLite, or of PostgreSQL if --outbox or --broker names a database of PostgreSQL.";
 
 #[derive(Debug, Args)]
 pub(crate) struct InitArgs {
@@ -23,18 +24,15 @@ pub(crate) struct InitArgs {
     #[arg(long, value_name = "FILE|URL", required_unless_present = "print_sql")]
     outbox: Option<PathBuf>,
 
-    /// Print the SQL that creates them, and change nothing
-    #[arg(long, conflicts_with = "outbox")]
+    /// Print the SQL that creates them in this kind of database, and change nothing
+    #[arg(long)]
     print_sql: bool,
 }
 
 pub(super) async fn run(args: InitArgs, target: &Target, output: &mut Output) -> Outcome {
-    let Some(path) = args.outbox else {
-        let sql = Outbox::tables_sql();
-        if output.is_json() {
-            return output.json(&json!({ "sql": sql }));
-        }
-        return output.raw(sql.as_bytes());
+    let path = match args.outbox {
+        Some(path) if !args.print_sql => path,
+        named => return print_sql(named.as_deref(), target, output),
     };
     if let Some(url) = super::url_of(&path) {
         return init_url(url, target, output).await;
@@ -72,6 +70,22 @@ pub(super) async fn run(args: InitArgs, target: &Target, output: &mut Output) ->
         OutboxInit::Everbus => format!("{shown} is a file of Everbus and has an outbox anyway"),
         _ => format!("the tables of the outbox are there already in {shown}"),
     })
+}
+
+/// Prints the SQL for the database that is named, or for that of the broker.
+fn print_sql(named: Option<&Path>, target: &Target, output: &mut Output) -> Outcome {
+    let url = match named {
+        Some(path) => super::url_of(path),
+        None => target.url().and_then(|url| super::url_of(Path::new(url))),
+    };
+    let sql = match url {
+        Some(url) => everbus::outbox::tables_sql_of(url)?,
+        None => Outbox::tables_sql(),
+    };
+    if output.is_json() {
+        return output.json(&json!({ "sql": sql }));
+    }
+    output.raw(sql.as_bytes())
 }
 
 async fn init_url(url: &str, target: &Target, output: &mut Output) -> Outcome {

@@ -178,9 +178,15 @@ fn url_of(path: &Path) -> Option<&str> {
     schemes.iter().any(|s| text.starts_with(s)).then_some(text)
 }
 
+const NO_TABLE: &str = "`everbus outbox init` makes it, or the program that owns the database with Outbox::create_tables";
+
 async fn open_file(path: &Path, target: &Target) -> Outcome<Arc<dyn OutboxSource>> {
     if let Some(url) = url_of(path) {
-        return Ok(target.patiently(everbus::outbox::open_url(url)).await?);
+        let opened = target.patiently(everbus::outbox::open_url(url)).await;
+        return opened.map_err(|error| match error.code() {
+            Code::NotFound => error.hint(NO_TABLE).into(),
+            _ => error.into(),
+        });
     }
     refuse_directory_name(path, "--outbox")?;
     let options = OutboxOptions {
@@ -195,12 +201,14 @@ async fn open_file(path: &Path, target: &Target) -> Outcome<Arc<dyn OutboxSource
                 Code::NotFound,
                 format!("there is no table event_outbox in {}", path.display()),
             )
-            .hint("`everbus outbox init` makes it, or the program that owns the database with Outbox::create_tables"),
+            .hint(NO_TABLE),
             Code::NoSuchFile => Error::new(
                 Code::NoSuchFile,
                 format!("there is no file {}", path.display()),
             )
-            .hint("--outbox names the database of your program, the one with the table event_outbox"),
+            .hint(
+                "--outbox names the database of your program, the one with the table event_outbox",
+            ),
             Code::NotEverbus => Error::new(
                 Code::NotAFile,
                 format!("{} is not an SQLite database", path.display()),

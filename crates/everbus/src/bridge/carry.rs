@@ -1,0 +1,273 @@
+//! Appending to the target: in order, repeated until the outcome is known, and one bad event apart from the others.
+
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use everbus_core::{
+    Appended, Class, Deduplication, Delivery, Error, Event, EventId, Failure, FailureKind, Result,
+    Settlement, Verdict,
+};
+use tokio::sync::mpsc;
+
+use super::route::Route;
+use super::stats::Counters;
+use super::{BATCH, Bridge, FIRST_PAUSE};
+use crate::guard;
+
+/// About this many bytes of payload are appended at a time.
+const MOST_BYTES: usize = 8 << 20;
+/// If the target refuses this many events and takes none between, they are not the cause.
+const MOST_REFUSED: usize = 20;
+
+/// The reason of an event that came from the target.
+const RETURNED: &str = "bridged: the event came from the target";
+
+/// What became of an event at the target.
+pub(super) enum Carried {
+    Stored {
+        duplicate: bool,
+    },
+    Refused(Error),
+    /// The bridge stopped first.
+    GivenUp,
+}
+
+impl Bridge {
+    /// Appends batches, one after another, and hands the verdicts on.
+    pub(super) async fn append(
+        &self,
+        route: &Route,
+        mut batches: mpsc::Receiver<Vec<Delivery>>,
+        verdicts: mpsc::Sender<Vec<Settlement>>,
+    ) -> Result<()> {
+        let mut refused = 0;
+        while let Some(mut batch) = batches.recv().await {
+            // What waits together is one append.
+            while batch.len() < BATCH
+                && let Ok(more) = batches.try_recv()
+            {
+                batch.extend(more);
+            }
+            let settled = Box::pin(self.carry_batch(route, batch, &mut refused)).await?;
+            if verdicts.send(settled).await.is_err() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    async fn carry_batch(
+        &self,
+        route: &Route,
+        batch: Vec<Delivery>,
+        refused: &mut usize,
+    ) -> Result<Vec<Settlement>> {
+        let mut decided = Vec::with_capacity(batch.len());
+        for delivery in &batch {
+            decided.push(self.decide_before(delivery).await?);
+        }
+        let open = batch.iter().zip(&decided);
+        let open = open.filter(|(_, verdict)| verdict.is_none());
+        let events: Vec<&Event> = open.map(|(delivery, _)| &delivery.record.event).collect();
+        let mut carried = self.store(route.mark, &events).await?.into_iter();
+        let mut settlements = Vec::with_capacity(batch.len());
+        for (delivery, verdict) in batch.into_iter().zip(decided) {
+            let verdict = match verdict {
+                Some(verdict) => verdict,
+                None => {
+                    let carried = carried.next().unwrap_or(Carried::GivenUp);
+                    self.judge(&delivery, carried, refused)?
+                }
+            };
+            settlements.push(Settlement::new(delivery.lease, verdict));
+        }
+        Ok(settlements)
+    }
+
+    /// The verdict on an event that is not sent to the target.
+    async fn decide_before(&self, delivery: &Delivery) -> Result<Option<Verdict>> {
+        let event = &delivery.record.event;
+        let last = delivery.failures.last();
+        if last.is_some_and(|last| last.kind == FailureKind::Corrupt) {
+            Counters::add(&self.counters.refused, 1);
+            return Ok(Some(Verdict::Dead { failure: None }));
+        }
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let asked = async {
+                if self.came_from_target(event).await? {
+                    Counters::add(&self.counters.returned, 1);
+                    let reason = RETURNED.to_owned();
+                    return Ok(Some(Verdict::Skip { reason }));
+                }
+                if delivery.attempt > 1 && self.is_stored(event).await? {
+                    Counters::add(&self.counters.duplicates, 1);
+                    return Ok(Some(Verdict::Ack));
+                }
+                Ok(None)
+            };
+            match asked.await {
+                Err(error) if Error::class(&error).may_repeat() => {
+                    if !self.endure("the target", &error, &mut pause).await {
+                        let after = Duration::ZERO;
+                        return Ok(Some(Verdict::Release { after }));
+                    }
+                }
+                decided => return decided,
+            }
+        }
+    }
+
+    /// Whether the target has an event that may have been sent before, where its appends cannot say so.
+    async fn is_stored(&self, event: &Event) -> Result<bool> {
+        let engine = self.to.engine();
+        let Some(lookup) = &engine.lookup else {
+            return Ok(false);
+        };
+        if engine.broker.capabilities().deduplication == Deduplication::WhileRetained {
+            return Ok(false);
+        }
+        let found = lookup.find(event.id()).await?;
+        Ok(found.iter().any(|known| known.event.same_body(event)))
+    }
+
+    /// Counts an outcome and makes it a verdict.
+    fn judge(&self, delivery: &Delivery, carried: Carried, refused: &mut usize) -> Result<Verdict> {
+        match carried {
+            Carried::Stored { duplicate } => {
+                *refused = 0;
+                let counter = match duplicate {
+                    true => &self.counters.duplicates,
+                    false => &self.counters.moved,
+                };
+                Counters::add(counter, 1);
+                Ok(Verdict::Ack)
+            }
+            Carried::GivenUp => Ok(Verdict::Release {
+                after: Duration::ZERO,
+            }),
+            Carried::Refused(error) => {
+                *refused += 1;
+                if *refused > MOST_REFUSED {
+                    let what = format!("{} refuses every event: {}", self.target, error.message());
+                    return Err(error.with_message(what));
+                }
+                Counters::add(&self.counters.refused, 1);
+                self.counters.went_wrong(&error);
+                let event = &delivery.record.event;
+                guard::log(|| {
+                    tracing::error!(target: "everbus::bridge", event_id = %event.id(), %error, "the target refuses an event; it is a dead letter of {}", self.group);
+                });
+                Ok(Verdict::Dead {
+                    failure: Some(self.failure(delivery, &error)),
+                })
+            }
+        }
+    }
+
+    fn failure(&self, delivery: &Delivery, error: &Error) -> Failure {
+        let options = &self.from.shared().options;
+        Failure {
+            attempt: delivery.attempt,
+            at: options.clock.now(),
+            kind: FailureKind::Permanent,
+            handler: Some(format!("bridge to {}", self.target)),
+            error: error.to_string(),
+            backtrace: None,
+            alone: false,
+            took: None,
+            worker: Some(options.worker_name.to_string()),
+        }
+    }
+
+    /// Stores events at the target in their order. Repeats what may be repeated until the bridge stops.
+    pub(super) async fn store(&self, mark: EventId, events: &[&Event]) -> Result<Vec<Carried>> {
+        let mut carried: Vec<Option<Carried>> = Vec::new();
+        carried.resize_with(events.len(), || None);
+        let mut open = parts(events);
+        open.reverse();
+        let mut pause = FIRST_PAUSE;
+        while let Some(mut part) = open.pop() {
+            let copies = part.iter().map(|n| events[*n].clone().bridged_by(mark));
+            let error = match self.append_once(copies.collect()).await {
+                Ok(answers) => {
+                    let mut again = Vec::new();
+                    let mut passing = None;
+                    for (n, answer) in part.into_iter().zip(answers) {
+                        match answer {
+                            Ok(appended) => {
+                                let duplicate = appended.duplicate;
+                                carried[n] = Some(Carried::Stored { duplicate });
+                            }
+                            Err(error) if error.class().may_repeat() => {
+                                again.push(n);
+                                passing = Some(error);
+                            }
+                            Err(error) if error.class() == Class::Final => return Err(error),
+                            Err(error) => carried[n] = Some(Carried::Refused(error)),
+                        }
+                    }
+                    let Some(error) = passing else {
+                        self.counters.waiting.store(false, Ordering::Relaxed);
+                        pause = FIRST_PAUSE;
+                        continue;
+                    };
+                    open.push(again);
+                    error
+                }
+                Err(error) if error.class().may_repeat() => {
+                    open.push(part);
+                    error
+                }
+                Err(error) if error.class() == Class::Final => return Err(error),
+                Err(error) => {
+                    match &part[..] {
+                        [only] => carried[*only] = Some(Carried::Refused(error)),
+                        _ => {
+                            let rest = part.split_off(part.len() / 2);
+                            open.push(rest);
+                            open.push(part);
+                        }
+                    }
+                    continue;
+                }
+            };
+            if !self.endure("the target", &error, &mut pause).await {
+                break;
+            }
+        }
+        let given_up = |carried: Option<Carried>| carried.unwrap_or(Carried::GivenUp);
+        Ok(carried.into_iter().map(given_up).collect())
+    }
+
+    /// One append. Where a batch is stored as a whole, one error is the answer for all of it.
+    async fn append_once(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
+        let several = events.len() > 1;
+        let answers = self.to.append_as_is(events).await?;
+        if several && self.to.capabilities().atomic_batch {
+            let answers: Result<Vec<Appended>> = answers.into_iter().collect();
+            return answers.map(|answers| answers.into_iter().map(Ok).collect());
+        }
+        Ok(answers)
+    }
+}
+
+/// The events, by their numbers, in parts of a bounded size.
+fn parts(events: &[&Event]) -> Vec<Vec<usize>> {
+    let mut parts = Vec::new();
+    let mut part = Vec::new();
+    let mut bytes = 0;
+    for (n, event) in events.iter().enumerate() {
+        let size = event.payload().len();
+        if !part.is_empty() && bytes + size > MOST_BYTES {
+            parts.push(std::mem::take(&mut part));
+            bytes = 0;
+        }
+        part.push(n);
+        bytes += size;
+    }
+    if !part.is_empty() {
+        parts.push(part);
+    }
+    parts
+}

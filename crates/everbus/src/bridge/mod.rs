@@ -1,0 +1,468 @@
+//! A bridge: carries the events of one bus to another, whatever their engines are.
+//!
+//! It consumes a group at the source and acks an event only after the target has acknowledged it, so a bridge
+//! that is killed continues where it was. Ids, types, payloads, attributes and the order of each key are kept.
+//!
+//! ```
+//! use everbus::bridge::Bridge;
+//! use everbus::Bus;
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> everbus::Result<()> {
+//! # let dir = tempfile::tempdir().unwrap();
+//! # let file = dir.path().join("shop.db").display().to_string();
+//! let (from, to) = (Bus::open(file).await?, Bus::open("memory:").await?);
+//! from.publish(("order.placed", 1)).await?;
+//! let stats = Bridge::new(&from, &to).run_until_caught_up().await?;
+//! assert_eq!(stats.moved, 1);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # What is carried
+//!
+//! - Every event of the patterns that is for all groups. `*`, the default, leaves out `system.…`: the target
+//!   tells of its own dead letters. An event that is addressed to one group stays where that group is.
+//! - `occurred_at` and all attributes stay as they are; `received_at` is the time at which the target received it.
+//! - An event that is published for later (`not_before`) is carried at once and waits at the target.
+//! - A payload in an object store stays there: the event refers to the same object, which the target must be able
+//!   to read (`overflow.also_read`).
+//!
+//! # What can go wrong
+//!
+//! - *The target is away:* the bridge waits and repeats, with the same ids.
+//! - *The target refuses an event* (its id has another body there, it is too large, no stream covers its type): the
+//!   event is a dead letter of the bridge's group at the source. If the target refuses everything, the bridge
+//!   ends with the error.
+//! - *The bridge is killed:* what it had not acked comes again. A target that recognises ids as long as it keeps
+//!   the events stores nothing twice. One that does so for a time only may get events twice that were in flight when
+//!   the bridge was killed, if it starts again later than that; a store beside the target is asked first.
+//! - *Two opposite bridges:* an event carries the marks of its bridges ([`Attributes::bridged`]) and is not carried
+//!   back to a log that it came from. Source and target that are the same log are refused.
+//!
+//! [`Attributes::bridged`]: crate::Attributes::bridged
+
+mod carry;
+mod held;
+mod route;
+mod stats;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use everbus_core::{
+    Class, Code, ConsumeOptions, Delivery, Error, GroupInfo, GroupName, Pattern, Result,
+    Settlement, StartFrom, Verdict, no_group,
+};
+use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
+
+use self::held::Held;
+use self::route::{Homes, Route};
+pub use self::stats::BridgeStats;
+use self::stats::Counters;
+use crate::guard;
+use crate::runtime::bus::Bus;
+
+/// The group of a bridge that names none.
+pub const BRIDGE: &str = "everbus.bridge";
+
+/// How many events are fetched, appended and settled at a time.
+const BATCH: usize = 512;
+/// How many batches wait for the stage behind them.
+const AHEAD: usize = 2;
+/// What is fetched, appended and settled at the same time, and a batch that the engine prepares.
+const PREFETCH: usize = BATCH * 6;
+/// How long an event stays with a bridge that died before another one gets it, where the engine does not notice.
+const LEASE: Duration = Duration::from_secs(60);
+/// How often the lag is looked at.
+const LOOK: Duration = Duration::from_millis(200);
+/// The first and the longest pause between tries during an outage.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// Carries events from one bus to another. Neither bus need be started.
+///
+/// Run one bridge for each pair of source and target. Several bridges of one group share its events, and events
+/// of one key may overtake each other between them unless the group is [ordered](Self::ordered).
+pub struct Bridge {
+    from: Bus,
+    to: Bus,
+    group: GroupName,
+    /// `None`: everything, or for an existing group of consumers its own patterns.
+    patterns: Option<Vec<Pattern>>,
+    start_from: StartFrom,
+    ordered: bool,
+    target: String,
+    counters: Arc<Counters>,
+    homes: Homes,
+    phase: watch::Sender<Phase>,
+}
+
+/// What a run is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Run,
+    /// Fetch no more, finish the rest.
+    Drain,
+    /// As `Drain`, and do not wait for a target that is away.
+    Stop,
+}
+
+/// When a run ends by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Until {
+    Stopped,
+    CaughtUp,
+}
+
+impl Bridge {
+    /// A bridge from the first bus to the second one, for every event from the beginning of the log.
+    pub fn new(from: &Bus, to: &Bus) -> Self {
+        Self {
+            from: from.clone(),
+            to: to.clone(),
+            group: route::default_group(),
+            patterns: None,
+            start_from: StartFrom::First,
+            ordered: false,
+            target: to.capabilities().engine.to_owned(),
+            counters: Arc::default(),
+            homes: Homes::default(),
+            phase: watch::Sender::new(Phase::Run),
+        }
+    }
+
+    /// The group at the source that remembers how far the bridge is ([`BRIDGE`]). Bridges to different targets, or
+    /// with different patterns, need groups of their own.
+    ///
+    /// An existing group of consumers hands its work over: the bridge takes its patterns and carries what the group
+    /// has not handled, and nothing else. Its consumers must have stopped.
+    #[must_use]
+    pub fn group(mut self, group: GroupName) -> Self {
+        self.group = group;
+        self
+    }
+
+    /// Which events are carried: those that match one of these patterns.
+    #[must_use]
+    pub fn patterns(mut self, patterns: Vec<Pattern>) -> Self {
+        self.patterns = Some(patterns);
+        self
+    }
+
+    /// Where a new bridge begins (the beginning of the log). One that has run before continues.
+    #[must_use]
+    pub fn start_from(mut self, from: StartFrom) -> Self {
+        self.start_from = from;
+        self
+    }
+
+    /// Keeps the order of each key also when the bridge is killed, or when several bridges share the group. Without
+    /// this, events that were in flight when a bridge was killed may come after later ones of their key. It is
+    /// slower, most of all if few keys have most of the events.
+    #[must_use]
+    pub fn ordered(mut self, ordered: bool) -> Self {
+        self.ordered = ordered;
+        self
+    }
+
+    /// The name of the target, for messages and for the group's subscription: a bridge refuses to continue the group
+    /// of a bridge to another target. By default that of the engine.
+    #[must_use]
+    pub fn target(mut self, name: impl Into<String>) -> Self {
+        self.target = name.into();
+        self
+    }
+
+    /// The counts of this bridge.
+    pub fn stats(&self) -> BridgeStats {
+        self.counters.snapshot()
+    }
+
+    /// Carries events until it is [stopped](Self::stop). Dropping the future loses nothing.
+    pub async fn run(&self) -> Result<BridgeStats> {
+        self.carry(Until::Stopped).await
+    }
+
+    /// Carries events until the target has every event of the source.
+    ///
+    /// While programs publish to the source it ends at a moment when nothing is left. After they publish
+    /// elsewhere, a second run ends when the target has everything.
+    pub async fn run_until_caught_up(&self) -> Result<BridgeStats> {
+        self.carry(Until::CaughtUp).await
+    }
+
+    /// Ends the runs after the current work. A target that is away is not waited for: what it has not got is given
+    /// back.
+    pub fn stop(&self) {
+        self.phase.send_replace(Phase::Stop);
+    }
+
+    async fn carry(&self, until: Until) -> Result<BridgeStats> {
+        self.phase
+            .send_if_modified(|phase| match std::mem::replace(phase, Phase::Run) {
+                Phase::Stop => {
+                    *phase = Phase::Stop;
+                    false
+                }
+                before => before != Phase::Run,
+            });
+        let route = self.route().await?;
+        let held = Held::default();
+        let (to_append, batches) = mpsc::channel(AHEAD);
+        let (to_settle, verdicts) = mpsc::channel(AHEAD);
+        let stages = async {
+            tokio::try_join!(
+                self.fetch(&route, &held, to_append),
+                self.append(&route, batches, to_settle),
+                self.settle(&held, verdicts),
+            )
+        };
+        let ended = tokio::select! {
+            ended = Box::pin(stages) => ended.map(drop),
+            error = self.keep(&held) => Err(error),
+            error = self.watch(until) => Err(error),
+        };
+        self.counters.waiting.store(false, Ordering::Relaxed);
+        if ended.is_err() {
+            self.give_back(&held).await;
+        }
+        ended.map(|()| self.stats())
+    }
+
+    /// Fetches batches while there is room for them. Ends when the phase says so.
+    async fn fetch(
+        &self,
+        route: &Route,
+        held: &Held,
+        batches: mpsc::Sender<Vec<Delivery>>,
+    ) -> Result<()> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match self.consume(route, held, &batches, &mut pause).await {
+                Err(error) if error.class().may_repeat() => {
+                    if !self.endure("the source", &error, &mut pause).await {
+                        return Ok(());
+                    }
+                }
+                ended => return ended,
+            }
+        }
+    }
+
+    async fn consume(
+        &self,
+        route: &Route,
+        held: &Held,
+        batches: &mpsc::Sender<Vec<Delivery>>,
+        pause: &mut Duration,
+    ) -> Result<()> {
+        let options = ConsumeOptions::new(route.patterns.clone())
+            .prefetch(PREFETCH)
+            .lease(LEASE);
+        let broker = &self.from.engine().broker;
+        let mut consumer = broker.consume(self.group.clone(), options).await?;
+        let outcome = loop {
+            // Room first: what waits in the engine costs no memory here.
+            let room = tokio::select! {
+                biased;
+                () = self.ending() => break Ok(()),
+                room = batches.reserve() => room,
+            };
+            let Ok(room) = room else {
+                break Ok(());
+            };
+            let fetched = tokio::select! {
+                biased;
+                () = self.ending() => break Ok(()),
+                fetched = consumer.fetch(BATCH) => fetched,
+            };
+            match fetched {
+                Ok(batch) => {
+                    *pause = FIRST_PAUSE;
+                    held.add(&batch);
+                    room.send(batch);
+                }
+                Err(error) => break Err(error),
+            }
+        };
+        let closed = consumer.close().await;
+        outcome.and(closed)
+    }
+
+    /// Settles what was carried. A verdict that the source cannot take now is repeated.
+    async fn settle(
+        &self,
+        held: &Held,
+        mut verdicts: mpsc::Receiver<Vec<Settlement>>,
+    ) -> Result<()> {
+        let mut pause = FIRST_PAUSE;
+        while let Some(mut batch) = verdicts.recv().await {
+            while let Ok(more) = verdicts.try_recv() {
+                batch.extend(more);
+            }
+            while !batch.is_empty() {
+                let broker = &self.from.engine().broker;
+                let error = match broker.settle(batch.clone()).await {
+                    Ok(answers) => match self.settled(held, &mut batch, answers)? {
+                        None => break,
+                        Some(error) => error,
+                    },
+                    Err(error) if error.class().may_repeat() => error,
+                    Err(error) => return Err(error),
+                };
+                if !self.endure("the source", &error, &mut pause).await {
+                    // The events come again; the target has those that were carried.
+                    return Ok(());
+                }
+            }
+            pause = FIRST_PAUSE;
+        }
+        Ok(())
+    }
+
+    /// Leaves in the batch what must be repeated, and returns why.
+    fn settled(
+        &self,
+        held: &Held,
+        batch: &mut Vec<Settlement>,
+        answers: Vec<Result<()>>,
+    ) -> Result<Option<Error>> {
+        let mut again = None;
+        let mut open = Vec::new();
+        for (settlement, answer) in batch.drain(..).zip(answers) {
+            match answer {
+                Err(error) if error.class().may_repeat() => {
+                    again = Some(error);
+                    open.push(settlement);
+                    continue;
+                }
+                Err(error) if error.class() == Class::Final => return Err(error),
+                // The lease was lost: the event comes again, and the target knows it.
+                Err(error) => {
+                    Counters::add(&self.counters.late, 1);
+                    guard::log(|| {
+                        tracing::debug!(target: "everbus::bridge", %error, "a verdict came too late");
+                    });
+                }
+                Ok(()) => {}
+            }
+            held.remove(&settlement.lease);
+        }
+        *batch = open;
+        Ok(again)
+    }
+
+    /// Gives back what is in flight after an error, so that the next run gets it at once. If that fails too, the
+    /// leases end.
+    async fn give_back(&self, held: &Held) {
+        let release = |lease| {
+            let after = Duration::ZERO;
+            Settlement::new(lease, Verdict::Release { after })
+        };
+        let settlements: Vec<Settlement> = held.leases().into_iter().map(release).collect();
+        let given = self.from.engine().broker.settle(settlements);
+        let _ = tokio::time::timeout(Duration::from_secs(1), given).await;
+    }
+
+    /// Keeps the leases of everything in flight alive. Ends with an error only.
+    async fn keep(&self, held: &Held) -> Error {
+        loop {
+            tokio::time::sleep(LEASE / 3).await;
+            let leases = held.leases();
+            if leases.is_empty() {
+                continue;
+            }
+            // A lease that cannot be extended ends: the event comes again.
+            if let Err(error) = self.from.engine().broker.extend(leases, LEASE).await
+                && error.class() == Class::Final
+            {
+                return error;
+            }
+        }
+    }
+
+    /// Looks at the lag, and ends the run once there is none, if asked to. Ends with an error only.
+    async fn watch(&self, until: Until) -> Error {
+        loop {
+            let began = Instant::now();
+            match self.look(until).await {
+                Ok(true) => {
+                    self.phase.send_if_modified(|phase| {
+                        let running = *phase == Phase::Run;
+                        if running {
+                            *phase = Phase::Drain;
+                        }
+                        running
+                    });
+                    std::future::pending::<()>().await;
+                }
+                Ok(false) => {}
+                Err(error) if error.class().may_repeat() => {}
+                Err(error) => return error,
+            }
+            // Counting a large backlog takes its time.
+            tokio::time::sleep(LOOK.max(began.elapsed() * 10)).await;
+        }
+    }
+
+    /// Returns whether the run is to end: the target has everything.
+    async fn look(&self, until: Until) -> Result<bool> {
+        let info = self.info().await?.ok_or_else(|| no_group(&self.group))?;
+        let unsettled = info.lag().unsettled();
+        self.counters.lag.store(unsettled, Ordering::Relaxed);
+        self.counters.looked.store(true, Ordering::Relaxed);
+        Ok(until == Until::CaughtUp && unsettled == 0)
+    }
+
+    async fn info(&self) -> Result<Option<GroupInfo>> {
+        let groups = self.from.engine().broker.inspect().await?;
+        Ok(groups.into_iter().find(|group| group.name == self.group))
+    }
+
+    /// Resolves once a run fetches no more.
+    async fn ending(&self) {
+        self.reached(|phase| phase != Phase::Run).await;
+    }
+
+    async fn reached(&self, is: impl Fn(Phase) -> bool) {
+        let mut phase = self.phase.subscribe();
+        let _ = phase.wait_for(|phase| is(*phase)).await;
+    }
+
+    /// Waits a little longer each time. Returns false if the bridge stops.
+    async fn endure(&self, which: &str, error: &Error, pause: &mut Duration) -> bool {
+        self.counters.went_wrong(error);
+        if !self.counters.waiting.swap(true, Ordering::Relaxed) {
+            guard::log(|| {
+                tracing::warn!(target: "everbus::bridge", %error, "the bridge waits for {which}; nothing is lost");
+            });
+        }
+        let stopped = tokio::select! {
+            () = self.reached(|phase| phase == Phase::Stop) => true,
+            () = tokio::time::sleep(*pause) => false,
+        };
+        *pause = (*pause * 2).min(LONGEST_PAUSE);
+        !stopped
+    }
+}
+
+impl std::fmt::Debug for Bridge {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Bridge")
+            .field("group", &self.group)
+            .field("target", &self.target)
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The error for a bridge whose two ends are one log.
+fn same_log() -> Error {
+    Error::new(
+        Code::InvalidSetting,
+        "source and target of the bridge are the same log",
+    )
+    .hint("name another file, database, schema or server as the target")
+}
