@@ -97,6 +97,9 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
     if let Some(file) = &options.ca_file {
         connect = connect.add_root_certificates(file.clone());
     }
+    // The client library takes the provider of the process. If a program has none and its dependencies bring
+    // several, rustls would panic: then it is ring. A server may ask for TLS whatever the URL says.
+    let _ = rustls::crypto::ring::default_provider().install_default();
     let client = connect
         .connect(&address.servers[..])
         .await
