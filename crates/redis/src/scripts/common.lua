@@ -1,0 +1,189 @@
+-- What the scripts share. KEYS[1] is the prefix of all keys of the engine.
+local P = KEYS[1]
+local SEQS = 4194304
+
+local function int(n) return string.format('%.0f', n) end
+
+local function clock()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+local NOW = clock()
+
+local function split_id(id)
+  local ms, seq = string.match(id, '^(%d+)%-(%d+)$')
+  return ms, seq
+end
+
+-- Ids as text that sorts like the ids.
+local function pad(id)
+  local ms, seq = split_id(id)
+  return string.rep('0', 20 - #ms) .. ms .. '-' .. string.rep('0', 20 - #seq) .. seq
+end
+
+local function of(member)
+  local at = string.find(member, '@', 1, true)
+  return string.sub(member, 1, at - 1), string.sub(member, at + 1)
+end
+
+-- The state of a delivered event: kind (F in flight, W waits, P behind its key), token, attempts, tag, key.
+local function read_state(text)
+  local kind, token, attempts, tag, okey = string.match(text, '^(%a)|(%d+)|(%d+)|([^|]*)|(.*)$')
+  return kind, token, tonumber(attempts), tag, okey
+end
+
+local function state(kind, token, attempts, tag, okey)
+  return kind .. '|' .. token .. '|' .. int(attempts) .. '|' .. tag .. '|' .. okey
+end
+
+local WAKE = false
+local function wake()
+  if WAKE then redis.call('XADD', P .. 'wake', 'MAXLEN', '1', '*', 'w', '1') end
+end
+
+-- Ids grow over all streams of the engine, so that events of several streams have an order.
+local last_ms, last_seq
+local function next_id()
+  if not last_ms then
+    last_ms, last_seq = 0, 0
+    local kept = redis.call('GET', P .. 'last')
+    if kept then
+      local ms, seq = split_id(kept)
+      last_ms, last_seq = tonumber(ms), tonumber(seq)
+    end
+    if NOW > last_ms then last_ms, last_seq = NOW, -1 end
+  end
+  last_seq = last_seq + 1
+  if last_seq >= SEQS then last_ms, last_seq = last_ms + 1, 0 end
+  return int(last_ms) .. '-' .. int(last_seq)
+end
+
+local function keep_last()
+  if last_ms then redis.call('SET', P .. 'last', int(last_ms) .. '-' .. int(last_seq)) end
+end
+
+local function pairs_of(flat)
+  local map = {}
+  for i = 1, #flat, 2 do map[flat[i]] = flat[i + 1] end
+  return map
+end
+
+local function add(key, fields)
+  local id = next_id()
+  local answer = redis.pcall('XADD', key, id, unpack(fields))
+  if type(answer) == 'table' and answer.err then
+    if not string.find(answer.err, 'equal or smaller', 1, true) then return answer end
+    -- Another program wrote ids that are ahead of ours.
+    local top = pairs_of(redis.call('XINFO', 'STREAM', key))['last-generated-id']
+    local ms, seq = split_id(top)
+    last_ms, last_seq = tonumber(ms), tonumber(seq)
+    id = next_id()
+    answer = redis.pcall('XADD', key, id, unpack(fields))
+    if type(answer) == 'table' and answer.err then return answer end
+  end
+  return id
+end
+
+local types = {}
+local function is_stream(key)
+  if types[key] == nil then
+    local kind = redis.call('TYPE', key).ok
+    types[key] = kind == 'stream' or kind == 'none'
+  end
+  return types[key]
+end
+
+local registered = {}
+local function register(key, dialect)
+  if registered[key] then return end
+  registered[key] = true
+  if redis.call('HSETNX', P .. 'streams', key, dialect) == 1 then
+    redis.call('INCR', P .. 'registry')
+    WAKE = true
+  end
+end
+
+-- The arguments, one after another.
+local at = 0
+local function arg()
+  at = at + 1
+  return ARGV[at]
+end
+local function num() return tonumber(arg()) end
+
+-- An event to append: stream, dialect, name of its id, digest of its body, fields.
+local function read_event()
+  local event = { key = arg(), dialect = arg(), id = arg(), digest = arg(), fields = {} }
+  local n = num()
+  for i = 1, n do event.fields[i] = arg() end
+  return event
+end
+
+-- Finds what is known of ids, before anything is written. `seen` has the ids of the same call.
+local function check(event, seen)
+  if not is_stream(event.key) then return { 'wrongtype', event.key } end
+  local known = seen[event.id]
+  if known then
+    if known.digest ~= event.digest then return { 'reused', event.id } end
+    event.same = known
+    return nil
+  end
+  local kept = redis.call('GET', P .. 'id:' .. event.id)
+  if kept then
+    local digest, id, key = string.match(kept, '^(%S+) (%S+) (.*)$')
+    if digest ~= event.digest then return { 'reused', event.id } end
+    event.at, event.key, event.known = id, key, true
+  end
+  seen[event.id] = event
+  return nil
+end
+
+local function append(event, window)
+  if event.same then return { event.same.at, event.same.key, '1' } end
+  if event.known then return { event.at, event.key, '1' } end
+  event.at = add(event.key, event.fields)
+  if type(event.at) == 'table' then return event.at end
+  register(event.key, event.dialect)
+  redis.call('SET', P .. 'id:' .. event.id, event.digest .. ' ' .. event.at .. ' ' .. event.key, 'PX', window)
+  return { event.at, event.key, '0' }
+end
+
+-- An ordered group has its events of a key in one sorted set, oldest first.
+local function key_set(g, okey) return P .. 'key:' .. #g .. ':' .. g .. ':' .. okey end
+
+local function wait_until(g, member, due, attempts, okey)
+  redis.call('HSET', P .. 'st:' .. g, member, state('W', '0', attempts, '', okey))
+  redis.call('ZREM', P .. 'lease:' .. g, member)
+  redis.call('ZADD', P .. 'due:' .. g, int(due), member)
+end
+
+-- The group is done with an event: the next one of its key may come.
+local function finish(g, name, member, okey)
+  local id, key = of(member)
+  redis.call('XACK', key, name, id)
+  redis.call('HDEL', P .. 'st:' .. g, member)
+  redis.call('ZREM', P .. 'lease:' .. g, member)
+  redis.call('ZREM', P .. 'due:' .. g, member)
+  redis.call('HDEL', P .. 'fail:' .. g, member)
+  if okey ~= '' then
+    local set = key_set(g, okey)
+    redis.call('ZREM', set, pad(id) .. '@' .. key)
+    local head = redis.call('ZRANGE', set, 0, 0)[1]
+    if head then
+      local ms, seq, rest = string.match(head, '^0*(%d+)%-0*(%d+)@(.*)$')
+      local next = ms .. '-' .. seq .. '@' .. rest
+      local text = redis.call('HGET', P .. 'st:' .. g, next)
+      if text then
+        local kind, _, attempts = read_state(text)
+        if kind == 'P' then
+          wait_until(g, next, NOW, attempts, okey)
+          WAKE = true
+        end
+      end
+    end
+  end
+end
+
+local function skip(g, member, reason)
+  redis.call('XADD', P .. 'skips', 'MAXLEN', '~', '100000', '*', 'group', g, 'event', member, 'reason', reason)
+end

@@ -1,0 +1,25 @@
+-- Removes a group. Arguments: group, its name, revision of its record (empty: any).
+local g, name, revision = arg(), arg(), arg()
+local kept = redis.call('HGET', P .. 'groups', g)
+if not kept then return '0' end
+if revision ~= '' and string.match(kept, '^(%d+)\n') ~= revision then return '0' end
+redis.call('HDEL', P .. 'groups', g)
+redis.call('HDEL', P .. 'active', g)
+redis.call('HDEL', P .. 'lost', g)
+for _, key in ipairs(redis.call('HKEYS', P .. 'streams')) do
+  redis.pcall('XGROUP', 'DESTROY', key, name)
+end
+for _, text in ipairs(redis.call('HVALS', P .. 'st:' .. g)) do
+  local _, _, _, _, okey = read_state(text)
+  if okey ~= '' then redis.call('DEL', key_set(g, okey)) end
+end
+for _, letter in ipairs(redis.call('SMEMBERS', P .. 'dead:' .. g)) do
+  local id, key = of(letter)
+  redis.pcall('XDEL', key, id)
+end
+for _, part in ipairs({ 'st:', 'lease:', 'due:', 'fail:', 'inbox:', 'dead:' }) do
+  redis.call('DEL', P .. part .. g)
+end
+WAKE = true
+wake()
+return '1'

@@ -1,0 +1,20 @@
+-- Takes over events that another program read for the group and did not finish: they are pending and have no
+-- lease of ours. Arguments: group, its name, stream, shortest idle time in ms, first id, count.
+local g, name, key, idle, from, count = arg(), arg(), arg(), arg(), arg(), num()
+local page = redis.pcall('XPENDING', key, name, 'IDLE', idle, from, '+', count)
+if page.err then return { '0', '' } end
+local taken, last = 0, ''
+for _, one in ipairs(page) do
+  local id, times = one[1], one[4]
+  local member = id .. '@' .. key
+  last = id
+  if redis.call('HEXISTS', P .. 'st:' .. g, member) == 0 then
+    redis.call('XCLAIM', key, name, 'everbus', 0, id, 'JUSTID')
+    redis.call('HSET', P .. 'st:' .. g, member, state('W', '0', times, '', ''))
+    redis.call('ZADD', P .. 'due:' .. g, int(NOW), member)
+    taken = taken + 1
+  end
+end
+if taken > 0 then WAKE = true end
+wake()
+return { tostring(taken), #page < count and '' or '(' .. last }

@@ -1,0 +1,46 @@
+-- Removes events from the beginning of a stream that every group has finished. Arguments: stream, the most
+-- events that may stay (or -1), oldest time in ms that may stay (or -1), groups that must be on the stream.
+local key, most, oldest = arg(), num(), num()
+if redis.call('EXISTS', key) == 0 then return '0' end
+local floor = nil
+local function lower(id)
+  local text = pad(id)
+  if not floor or text < floor[1] then floor = { text, id } end
+end
+local groups = {}
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', key)) do
+  local info = pairs_of(group)
+  groups[info['name']] = true
+  local ms, seq = split_id(info['last-delivered-id'])
+  -- MINID keeps the id itself: what was delivered and finished may go up to the one after.
+  lower(ms .. '-' .. seq)
+  if info['pending'] > 0 then
+    local first = redis.call('XPENDING', key, info['name'])[2]
+    if first then lower(first) end
+  end
+end
+for _ = 1, num() do
+  if not groups[arg()] then return '0' end
+end
+local want = nil
+if most >= 0 then
+  local length = redis.call('XLEN', key)
+  if length > most then
+    local from, left = '-', length - most
+    while left > 0 do
+      local page = redis.call('XRANGE', key, from, '+', 'COUNT', math.min(left + 1, 500))
+      if #page == 0 then break end
+      want = page[#page][1]
+      left = left - #page
+      from = '(' .. want
+      if left <= 0 then break end
+    end
+  end
+end
+if oldest >= 0 then
+  local by_age = int(oldest) .. '-0'
+  if not want or pad(by_age) > pad(want) then want = by_age end
+end
+if not want then return '0' end
+if floor and floor[1] < pad(want) then want = floor[2] end
+return tostring(redis.call('XTRIM', key, 'MINID', want))
