@@ -6,7 +6,11 @@
     reason = "a surprise here is a failed test"
 )]
 
+mod bad_input;
 mod beside;
 mod conformance;
+mod failure_modes;
+mod faults;
+mod plain;
 mod server;
 mod valkey;

@@ -108,10 +108,10 @@ impl RedisOptions {
         self.set("maxmemory", &bytes).set("maxmemory-policy", policy)
     }
 
-    /// The server is a replica of another one.
+    /// The server is a replica of the one that is reached on this port of 127.0.0.1.
     #[must_use]
-    pub fn replica_of(self, primary: &Redis) -> Self {
-        let primary = format!("127.0.0.1 {}", primary.port());
+    pub fn replica_of(self, port: u16) -> Self {
+        let primary = format!("127.0.0.1 {port}");
         self.set("replicaof", &primary)
             .set("repl-diskless-sync-delay", "0")
     }
