@@ -125,7 +125,7 @@ fn encode(event_type: &str) -> String {
             escape(segment, &mut out);
         }
     }
-    if !out.contains('%') {
+    if OWN.contains(&domain) {
         // A domain of the engine's own: its first letter is written as a number.
         let first = out.remove(0);
         out.insert_str(0, &format!("%{:02X}", u32::from(first)));
