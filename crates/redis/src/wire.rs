@@ -6,6 +6,7 @@
 //! | `t` | the type, where it is not the dotted one of the stream |
 //! | `a` | the attributes as JSON |
 //! | `k` | the ordering key, for groups ordered by key |
+//! | `to` | the group that the event is addressed to |
 //! | `p` | the payload, in the native dialect |
 //! | `__data__` | in another dialect: the document, in the envelope of FastStream |
 //!
@@ -26,6 +27,7 @@ const MARK: &str = "eb";
 const TYPE: &str = "t";
 const ATTRIBUTES: &str = "a";
 const KEY: &str = "k";
+const ADDRESS: &str = "to";
 const PAYLOAD: &str = "p";
 /// The one field of a message of FastStream.
 const DATA: &str = "__data__";
@@ -63,6 +65,9 @@ pub(crate) fn write(event: &Event, dialect: Dialect, dotted: &str) -> Result<Fie
     }
     if let Some(key) = event.ordering_key() {
         field(KEY, key.into_owned().into());
+    }
+    if let Some(group) = event.attributes().and_then(|a| a.address.as_ref()) {
+        field(ADDRESS, Bytes::copy_from_slice(group.as_bytes()));
     }
     match dialect {
         Dialect::Native => field(PAYLOAD, event.payload().clone()),

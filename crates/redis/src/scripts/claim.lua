@@ -127,13 +127,6 @@ local function read(key, count)
   return answer[1][2]
 end
 
-local function key_of(fields)
-  for i = 1, #fields, 2 do
-    if fields[i] == 'k' then return fields[i + 1] end
-  end
-  return ''
-end
-
 if not ordered then
   for i = 1, streams do
     if #out >= want then break end
@@ -171,7 +164,7 @@ else
       peeked[first] = false
     else
       reads = reads + 1
-      local id, okey = entry[1], key_of(entry[2])
+      local id, okey = entry[1], field_of(entry[2], 'k') or ''
       local member = id .. '@' .. key
       if okey == '' then
         hand_out(member, key, id, 1, '', entry[2])

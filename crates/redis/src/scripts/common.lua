@@ -138,12 +138,31 @@ local function check(event, seen)
   return nil
 end
 
+-- Events for one group are noted, so that other groups do not count them.
+local function field_of(fields, name)
+  for i = 1, #fields, 2 do
+    if fields[i] == name then return fields[i + 1] end
+  end
+end
+
+local function unread_of_others(key, after, g)
+  local count = 0
+  if g == 'everbus.archive' then return count end
+  for _, noted in ipairs(redis.call('ZRANGEBYLEX', P .. 'addressed:' .. key, '(' .. pad(after) .. '~', '+')) do
+    local _, group = of(noted)
+    if group ~= g then count = count + 1 end
+  end
+  return count
+end
+
 local function append(event, window)
   if event.same then return { event.same.at, event.same.key, '1' } end
   if event.known then return { event.at, event.key, '1' } end
   event.at = add(event.key, event.fields)
   if type(event.at) == 'table' then return event.at end
   register(event.key, event.dialect)
+  local group = field_of(event.fields, 'to')
+  if group then redis.call('ZADD', P .. 'addressed:' .. event.key, 0, pad(event.at) .. '@' .. group) end
   redis.call('SET', P .. 'id:' .. event.id, event.digest .. ' ' .. event.at .. ' ' .. event.key, 'PX', window)
   return { event.at, event.key, '0' }
 end

@@ -30,6 +30,7 @@ for _, key in ipairs(keys) do
       local info = pairs_of(group)
       if info['name'] == name then
         local from = info['last-delivered-id']
+        unread = unread - unread_of_others(key, from, g)
         local first = redis.call('XRANGE', key, '(' .. from, '+', 'COUNT', 1)[1]
         if first then next[key] = pad(first[1]) end
         if type(info['lag']) == 'number' then
@@ -68,9 +69,12 @@ while over > 0 do
   else
     redis.call('XACK', first, name, entry[1])
     local member = entry[1] .. '@' .. first
-    skip(g, member, reason)
-    dropped[#dropped + 1] = member
-    over = over - 1
+    local group = field_of(entry[2], 'to')
+    if not group or group == g then
+      skip(g, member, reason)
+      dropped[#dropped + 1] = member
+      over = over - 1
+    end
     local following = redis.call('XRANGE', first, '(' .. entry[1], '+', 'COUNT', 1)[1]
     next[first] = following and pad(following[1]) or nil
   end

@@ -56,6 +56,7 @@ for _, key in ipairs(redis.call('HKEYS', P .. 'streams')) do
           end
         end
       end
+      unread = math.max(unread - unread_of_others(key, after, g), 0)
       if unread > 0 then
         local entry = redis.call('XRANGE', key, '(' .. after, '+', 'COUNT', 1)[1]
         if entry then oldest = entry[1] end

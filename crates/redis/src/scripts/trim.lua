@@ -43,4 +43,5 @@ if oldest >= 0 then
 end
 if not want then return '0' end
 if floor and floor[1] < pad(want) then want = floor[2] end
+redis.call('ZREMRANGEBYLEX', P .. 'addressed:' .. key, '-', '(' .. pad(want))
 return tostring(redis.call('XTRIM', key, 'MINID', want))
