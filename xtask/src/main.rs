@@ -139,6 +139,8 @@ fn compat(arguments: &[String]) -> Result<(), Failed> {
         "--package",
         "everbus-nats",
         "--package",
+        "everbus-redis",
+        "--package",
         "everbus-testkit",
         "--all-features",
         "--test",

@@ -10,6 +10,7 @@ mod bad_input;
 mod beside;
 mod conformance;
 mod failure_modes;
+mod faststream;
 mod faults;
 mod plain;
 mod server;

@@ -71,6 +71,17 @@ fn cache() -> PathBuf {
     cache.join("everbus/servers")
 }
 
+/// The folder of a Python package that `cargo xtask test` installs, by its name in the folder of servers; `part` is a
+/// path inside that shows that it is there.
+pub fn python_packages(name: &str, part: &str) -> Option<PathBuf> {
+    let folder = cache().join(name);
+    let found = match folder.join(part).exists() {
+        true => Ok(folder),
+        false => Err("it was not found".to_owned()),
+    };
+    require(name, "cargo xtask test installs it with pip", found)
+}
+
 /// The path of a program: in one of these folders, or on the `PATH`.
 fn program(name: &str, folders: &[PathBuf]) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
