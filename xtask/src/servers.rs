@@ -70,7 +70,12 @@ const SERVERS: &[Server] = &[
     },
     Server {
         name: "faststream 0.5.34",
-        found: || cache().join(FASTSTREAM_OLD).join("faststream/redis").is_dir(),
+        found: || {
+            cache()
+                .join(FASTSTREAM_OLD)
+                .join("faststream/redis")
+                .is_dir()
+        },
         from: From::PipInto(FASTSTREAM_OLD, "faststream[redis]==0.5.34"),
         tests: "with services of FastStream 0.5",
     },

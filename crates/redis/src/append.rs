@@ -72,7 +72,10 @@ impl Shared {
         let (key, dialect) = self.route(event.event_type())?;
         let dotted = &self.space.types(&key)[0];
         let fields = wire::write(event, dialect, dotted)?;
-        if fields.iter().any(|field| field.len() as u64 > self.max_bulk) {
+        if fields
+            .iter()
+            .any(|field| field.len() as u64 > self.max_bulk)
+        {
             let what = format!(
                 "the event is larger than {} bytes, which the server takes at most",
                 self.max_bulk

@@ -56,7 +56,10 @@ pub(crate) fn link(address: &Address, options: &Options, prefix: &str) -> Result
     let server = address.server();
     let refused = |error: &RedisError| {
         errors::of_server(&server, error).unwrap_or_else(|| {
-            let detail = error.detail().unwrap_or("the URL or the certificates").to_owned();
+            let detail = error
+                .detail()
+                .unwrap_or("the URL or the certificates")
+                .to_owned();
             errors::of_word(&server, "CONFIG", &detail)
         })
     };
@@ -79,7 +82,10 @@ pub(crate) fn link(address: &Address, options: &Options, prefix: &str) -> Result
     let client = match &options.ca_file {
         Some(file) if tls => {
             let root = std::fs::read(file).map_err(|error| {
-                let what = format!("the certificates {} cannot be read: {error}", file.display());
+                let what = format!(
+                    "the certificates {} cannot be read: {error}",
+                    file.display()
+                );
                 Error::new(Code::InvalidSetting, what).hint("broker.tls names a PEM file")
             })?;
             let certificates = redis::TlsCertificates {
@@ -151,7 +157,6 @@ impl Link {
         self.current.lock().await.connection = None;
     }
 
-
     /// A connection of its own, for reads that block up to `block`.
     pub(crate) async fn own_connection(&self, block: Duration) -> Result<MultiplexedConnection> {
         self.connect(block + self.timeout).await
@@ -220,7 +225,11 @@ impl Link {
     /// Sends a command and waits for its answer. An error says whether it may have taken effect.
     pub(crate) async fn ask(&self, command: &Cmd) -> Result<Value> {
         let (number, mut connection) = self.connection().await?;
-        match connection.send_packed_command(command).await.and_then(Value::extract_error) {
+        match connection
+            .send_packed_command(command)
+            .await
+            .and_then(Value::extract_error)
+        {
             Ok(answer) => Ok(answer),
             Err(error) => Err(self.failed(number, &error).await),
         }
@@ -254,7 +263,10 @@ impl Link {
                 Err(error) => return Err(self.failed(number, &error).await),
             }
         }
-        Err(Error::new(Code::Unavailable, "the server forgets scripts at once"))
+        Err(Error::new(
+            Code::Unavailable,
+            "the server forgets scripts at once",
+        ))
     }
 }
 
@@ -278,7 +290,11 @@ impl Arguments {
     }
 
     pub(crate) fn millis(&mut self, time: Duration) -> &mut Self {
-        self.number(u64::try_from(time.as_millis()).unwrap_or(u64::MAX).min(1 << 50))
+        self.number(
+            u64::try_from(time.as_millis())
+                .unwrap_or(u64::MAX)
+                .min(1 << 50),
+        )
     }
 
     pub(crate) fn bytes(&mut self, bytes: bytes::Bytes) -> &mut Self {

@@ -93,7 +93,8 @@ impl Address {
     }
 }
 
-const HINT: &str = "write it as redis://host:6379, redis://user:password@host:6379/0/space or rediss://host:6379";
+const HINT: &str =
+    "write it as redis://host:6379, redis://user:password@host:6379/0/space or rediss://host:6379";
 
 /// Reads a URL: `redis://[[user]:password@]host[:port][/database[/space]]`.
 pub(crate) fn parse(url: &str) -> Result<Address> {
@@ -195,9 +196,15 @@ mod tests {
     #[test]
     fn urls_are_taken_apart() {
         let plain = parse("redis://localhost").unwrap();
-        assert_eq!((plain.host.as_str(), plain.port, plain.database), ("localhost", 6379, 0));
+        assert_eq!(
+            (plain.host.as_str(), plain.port, plain.database),
+            ("localhost", 6379, 0)
+        );
         let full = parse("rediss://me:a%40b@one:1/3/shop").unwrap();
-        assert_eq!((full.host.as_str(), full.port, full.database), ("one", 1, 3));
+        assert_eq!(
+            (full.host.as_str(), full.port, full.database),
+            ("one", 1, 3)
+        );
         assert_eq!(full.user.as_deref(), Some("me"));
         assert_eq!(full.password.as_deref(), Some("a@b"));
         assert_eq!((full.space.as_str(), full.tls), ("shop", true));

@@ -358,8 +358,12 @@ impl Inner {
         }
         // Ids grow over all streams: the oldest first.
         items.sort_by_key(|item| item.record.position.place());
-        let done = passed.into_iter().map(|(member, token)| (member, token, None));
-        let later = left.into_iter().map(|(member, token)| (member, token, Some(LEFT)));
+        let done = passed
+            .into_iter()
+            .map(|(member, token)| (member, token, None));
+        let later = left
+            .into_iter()
+            .map(|(member, token)| (member, token, Some(LEFT)));
         let aside: Vec<_> = done.chain(later).collect();
         if !aside.is_empty() {
             if items.is_empty() {

@@ -29,7 +29,11 @@ pub(crate) async fn check(link: &Link, options: &Options) -> Result<(Grade, u64)
     let major = told("redis_version").split('.').next();
     let major: u32 = major.and_then(|n| n.parse().ok()).unwrap_or(0);
     if major < 7 {
-        let what = format!("{}: Redis {} is too old", link.server, told("redis_version"));
+        let what = format!(
+            "{}: Redis {} is too old",
+            link.server,
+            told("redis_version")
+        );
         return Err(Error::new(Code::Unsupported, what).hint("use Redis 7.0 or newer, or Valkey"));
     }
     if told("role") == "slave" {

@@ -94,11 +94,13 @@ pub(crate) fn of_word(server: &str, word: &str, detail: &str) -> Error {
             "the server has no database of this number",
             "name another number after the host, or raise databases on the server",
         ),
-        "ERR" if detail.contains("unknown command") || detail.contains("unknown subcommand") => new(
-            Code::Unsupported,
-            &format!("the server lacks a command: {detail}"),
-            "use Redis 7.0 or newer, or Valkey",
-        ),
+        "ERR" if detail.contains("unknown command") || detail.contains("unknown subcommand") => {
+            new(
+                Code::Unsupported,
+                &format!("the server lacks a command: {detail}"),
+                "use Redis 7.0 or newer, or Valkey",
+            )
+        }
         word => Error::new(Code::Internal, what(&format!("{word} {detail}"))),
     }
 }
@@ -106,8 +108,9 @@ pub(crate) fn of_word(server: &str, word: &str, detail: &str) -> Error {
 /// A key of another type stands where a stream should be.
 pub(crate) fn wrong_type(server: &str, key: &str) -> Error {
     let text = format!("{server}: the key {key:?} is not a stream");
-    Error::new(Code::InvalidSetting, text)
-        .hint("rename the other key, or separate the bus by a space in the URL (redis://host/0/space)")
+    Error::new(Code::InvalidSetting, text).hint(
+        "rename the other key, or separate the bus by a space in the URL (redis://host/0/space)",
+    )
 }
 
 /// The connection broke, or no answer came. With `sent`, the request may have taken effect.

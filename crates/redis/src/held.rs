@@ -108,7 +108,10 @@ impl Held {
     /// The group is removed.
     pub(crate) fn forget_group(&self, group: u64) {
         let mut inside = self.inner.lock();
-        let gone = inside.holds.iter().filter(|(_, hold)| hold.group.number == group);
+        let gone = inside
+            .holds
+            .iter()
+            .filter(|(_, hold)| hold.group.number == group);
         let gone: Vec<u64> = gone.map(|(token, _)| *token).collect();
         for token in gone {
             inside.remove(token);

@@ -39,7 +39,9 @@ impl Inbox for Redis {
             for (record, _) in shared.load_groups().await? {
                 let mut remove = redis::cmd("ZREMRANGEBYSCORE");
                 remove.arg(shared.space.own(&format!("inbox:{}", record.name)));
-                remove.arg("-inf").arg(format!("({}", before.as_micros() / 1000));
+                remove
+                    .arg("-inf")
+                    .arg(format!("({}", before.as_micros() / 1000));
                 forgotten += shared.link.ask(&remove).await?.number()?;
             }
             Ok(forgotten)

@@ -37,7 +37,10 @@ impl Shared {
     /// How a group stands that wants these streams.
     pub(crate) async fn standing(&self, name: &str, wanted: &[&String]) -> Result<Standing> {
         let mut arguments = Arguments::default();
-        arguments.text(name).text(keys::group_name(name)).list(wanted);
+        arguments
+            .text(name)
+            .text(keys::group_name(name))
+            .list(wanted);
         let answer = self.link.run(&INSPECT, &arguments).await?.list()?;
         let mut parts = answer.into_iter();
         let mut part = || parts.next().unwrap_or(Value::Nil);
@@ -85,7 +88,9 @@ impl Shared {
         let patterns = record.patterns()?;
         let registry = self.registry();
         let wanted = registry.streams.keys();
-        let wanted: Vec<&String> = wanted.filter(|key| self.space.wanted(key, &patterns)).collect();
+        let wanted: Vec<&String> = wanted
+            .filter(|key| self.space.wanted(key, &patterns))
+            .collect();
         let standing = self.standing(&record.name, &wanted).await?;
         let now = self.options.clock.now();
         let mut info = GroupInfo::new(name.clone(), record.created_at);
@@ -93,16 +98,24 @@ impl Shared {
         info.ephemeral = record.owner.is_some();
         info.subscriptions = record.infos(&name)?;
         info.subscriptions.sort_by(|a, b| a.name.cmp(&b.name));
-        info.patterns = record.subscriptions.iter().map(|s| s.pattern.clone()).collect();
+        info.patterns = record
+            .subscriptions
+            .iter()
+            .map(|s| s.pattern.clone())
+            .collect();
         info.patterns.sort();
         info.in_flight = standing.in_flight;
         info.waiting = standing.waiting;
         info.dead_letters = standing.dead;
         if standing.lost > 0 {
             let lost = standing.lost;
-            info.held_back = Some(format!("{lost} events were deleted from their streams before the group had finished them"));
+            info.held_back = Some(format!(
+                "{lost} events were deleted from their streams before the group had finished them"
+            ));
         }
-        let active = i64::try_from(standing.active_ms).unwrap_or(0).saturating_mul(1000);
+        let active = i64::try_from(standing.active_ms)
+            .unwrap_or(0)
+            .saturating_mul(1000);
         info.active_at = info.active_at.max(Timestamp::from_micros(active));
         let mut position = Cursor::START;
         for stream in &standing.streams {

@@ -232,7 +232,9 @@ impl EntryId {
 
     /// When the server received it.
     pub(crate) fn time(self) -> everbus_core::Timestamp {
-        let micros = i64::try_from(self.ms).unwrap_or(i64::MAX).saturating_mul(1000);
+        let micros = i64::try_from(self.ms)
+            .unwrap_or(i64::MAX)
+            .saturating_mul(1000);
         everbus_core::Timestamp::from_micros(micros)
     }
 
@@ -289,7 +291,10 @@ mod tests {
         assert_eq!(space.dead("orders:order-placed"), "dlq:orders:order-placed");
         let shop = Space::new("shop");
         assert_eq!(shop.stream("order.placed"), "shop/order:placed");
-        assert_eq!(shop.types("shop/order:placed"), ["order.placed", "order:placed"]);
+        assert_eq!(
+            shop.types("shop/order:placed"),
+            ["order.placed", "order:placed"]
+        );
         assert_eq!(shop.dead("shop/order:placed"), "shop/dlq:order:placed");
     }
 
@@ -300,14 +305,45 @@ mod tests {
         let wide = "ß".repeat(255);
         let mut seen: std::collections::HashMap<String, String> = Default::default();
         for event_type in [
-            "order.placed", "a-b", "a.b-c", "a.b:c", "a:b", "a:b-c", "a:b.c", "a:b:c", "a..b", ".", "a.", "a:",
-            ":a", ".a", "%", "a.%2D", "a%2D.b", "dlq.x", "dlq:x", "dlq", "everbus", "everbus.a-b", "a/b.c",
-            "Task Processing Started", "größe.geändert", "it's \"quoted\" \\ %_?#/", "日本.語", wide.as_str(),
+            "order.placed",
+            "a-b",
+            "a.b-c",
+            "a.b:c",
+            "a:b",
+            "a:b-c",
+            "a:b.c",
+            "a:b:c",
+            "a..b",
+            ".",
+            "a.",
+            "a:",
+            ":a",
+            ".a",
+            "%",
+            "a.%2D",
+            "a%2D.b",
+            "dlq.x",
+            "dlq:x",
+            "dlq",
+            "everbus",
+            "everbus.a-b",
+            "a/b.c",
+            "Task Processing Started",
+            "größe.geändert",
+            "it's \"quoted\" \\ %_?#/",
+            "日本.語",
+            wide.as_str(),
         ] {
             let key = space.stream(event_type);
             let types = space.types(&key);
-            assert!(types.iter().any(|of| of == event_type), "{event_type} {key} {types:?}");
-            assert!(!key.starts_with("everbus:") && !key.starts_with("dlq:"), "{key}");
+            assert!(
+                types.iter().any(|of| of == event_type),
+                "{event_type} {key} {types:?}"
+            );
+            assert!(
+                !key.starts_with("everbus:") && !key.starts_with("dlq:"),
+                "{key}"
+            );
             if let Some(other) = seen.insert(key.clone(), event_type.to_owned()) {
                 assert_eq!(canonical(&other), canonical(event_type), "{key}");
             }
@@ -320,17 +356,39 @@ mod tests {
     #[test]
     fn ids_become_places_and_come_back() {
         let mut before = 0;
-        for text in ["0-1", "1-0", "1700000000000-0", "1700000000000-4194303", "1700000000001-0"] {
+        for text in [
+            "0-1",
+            "1-0",
+            "1700000000000-0",
+            "1700000000000-4194303",
+            "1700000000001-0",
+        ] {
             let id = EntryId::parse(text).unwrap();
             assert_eq!(EntryId::at_place(id.place()), id);
             assert_eq!(id.to_string(), text);
             assert!(id.place() > before);
             before = id.place();
         }
-        let beyond = EntryId { ms: 5, seq: u64::MAX };
-        assert_eq!(beyond.place(), EntryId { ms: 5, seq: MOST_SEQ }.place());
+        let beyond = EntryId {
+            ms: 5,
+            seq: u64::MAX,
+        };
+        assert_eq!(
+            beyond.place(),
+            EntryId {
+                ms: 5,
+                seq: MOST_SEQ
+            }
+            .place()
+        );
         let time = everbus_core::Timestamp::from_micros(5001);
-        assert_eq!(EntryId::before(time), EntryId { ms: 5, seq: u64::MAX });
+        assert_eq!(
+            EntryId::before(time),
+            EntryId {
+                ms: 5,
+                seq: u64::MAX
+            }
+        );
         assert!(EntryId::before(everbus_core::Timestamp::EPOCH) < EntryId { ms: 0, seq: 1 });
     }
 }

@@ -21,7 +21,12 @@ impl Shared {
     async fn kv_get(&self, bucket: &str, key: &str) -> Result<Option<KvEntry>> {
         let mut get = redis::cmd("HMGET");
         get.arg(self.space.own(&format!("kv:{bucket}:{key}")));
-        let mut parts = self.link.ask(get.arg("r").arg("v")).await?.list()?.into_iter();
+        let mut parts = self
+            .link
+            .ask(get.arg("r").arg("v"))
+            .await?
+            .list()?
+            .into_iter();
         match (parts.next(), parts.next()) {
             (Some(revision), Some(value)) if revision != Value::Nil => {
                 Ok(Some(KvEntry::new(key, value.bytes()?, revision.number()?)))
@@ -46,7 +51,10 @@ impl Shared {
     /// The values of a bucket that are newer than a revision, and the revisions of all.
     async fn kv_all(&self, bucket: &str, after: u64) -> Result<Vec<(String, Option<Bytes>, u64)>> {
         let mut all = redis::cmd("HKEYS");
-        let keys = self.link.ask(all.arg(self.space.own(&format!("kv:{bucket}")))).await?;
+        let keys = self
+            .link
+            .ask(all.arg(self.space.own(&format!("kv:{bucket}"))))
+            .await?;
         let mut found = Vec::new();
         for key in keys.list()? {
             let key = key.text()?;

@@ -112,7 +112,9 @@ impl Shared {
                 continue;
             }
             let room = limit - found.len();
-            let (records, at) = self.read_stream(&registry, key, from, patterns, room).await?;
+            let (records, at) = self
+                .read_stream(&registry, key, from, patterns, room)
+                .await?;
             found.extend(records);
             reached.advance(at.position(shard));
         }

@@ -100,7 +100,10 @@ impl Shared {
 
     async fn tell(&self, count: usize, verdicts: Arguments) -> Result<Vec<String>> {
         let mut arguments = Arguments::default();
-        arguments.millis(self.options.window).number(count).append(verdicts);
+        arguments
+            .millis(self.options.window)
+            .number(count)
+            .append(verdicts);
         let answers = self.link.run(&SETTLE, &arguments).await?.list()?;
         answers.into_iter().map(|answer| answer.text()).collect()
     }
@@ -256,7 +259,12 @@ impl Shared {
         }
         let mut extended = match known.is_empty() {
             true => Vec::new().into_iter(),
-            false => self.link.run(&EXTEND, &arguments).await?.list()?.into_iter(),
+            false => self
+                .link
+                .run(&EXTEND, &arguments)
+                .await?
+                .list()?
+                .into_iter(),
         };
         let mut answers = Vec::with_capacity(leases.len());
         for (lease, hold) in leases.iter().zip(&holds) {

@@ -23,7 +23,9 @@ impl Shared {
     /// Those of them that a group wants.
     fn owed<'a>(&self, covered: &'a [String], record: &Record) -> Result<Vec<&'a String>> {
         let patterns = record.patterns()?;
-        let wanted = covered.iter().filter(|key| self.space.wanted(key, &patterns));
+        let wanted = covered
+            .iter()
+            .filter(|key| self.space.wanted(key, &patterns));
         Ok(wanted.collect())
     }
 
@@ -76,7 +78,10 @@ impl Shared {
         let Some(table) = self.table.read().clone() else {
             return Ok(());
         };
-        if table.iter().all(|s| s.limit.is_none() && s.max_age.is_none()) {
+        if table
+            .iter()
+            .all(|s| s.limit.is_none() && s.max_age.is_none())
+        {
             return Ok(());
         }
         let registry = self.load_registry().await?;
@@ -96,12 +101,19 @@ impl Shared {
                     wanting.push(keys::group_name(&record.name));
                 }
             }
-            let most = stream.limit.as_ref().map_or(-1, |limit| {
-                i64::try_from(limit.max_len).unwrap_or(i64::MAX)
-            });
-            let oldest = stream.max_age.map_or(-1, |age| now.minus(age).as_micros() / 1000);
+            let most = stream
+                .limit
+                .as_ref()
+                .map_or(-1, |limit| i64::try_from(limit.max_len).unwrap_or(i64::MAX));
+            let oldest = stream
+                .max_age
+                .map_or(-1, |age| now.minus(age).as_micros() / 1000);
             let mut arguments = Arguments::default();
-            arguments.text(key).number(most).number(oldest).list(&wanting);
+            arguments
+                .text(key)
+                .number(most)
+                .number(oldest)
+                .list(&wanting);
             self.link.run(&TRIM, &arguments).await?;
         }
         Ok(())

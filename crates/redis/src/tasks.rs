@@ -84,7 +84,12 @@ impl Shared {
         let groups: Vec<_> = self.groups.lock().values().cloned().collect();
         let registry = self.registry();
         for group in groups {
-            if group.consumers.lock().iter().all(|consumer| consumer.strong_count() == 0) {
+            if group
+                .consumers
+                .lock()
+                .iter()
+                .all(|consumer| consumer.strong_count() == 0)
+            {
                 continue;
             }
             let known = group.known();
@@ -183,7 +188,11 @@ async fn look(
     shared.wakes.send_modify(|wakes| *wakes += 1);
     let mut read = redis::cmd("XREAD");
     let millis = u64::try_from(BLOCK.as_millis()).unwrap_or(u64::MAX);
-    read.arg("COUNT").arg(1).arg("BLOCK").arg(millis).arg("STREAMS");
+    read.arg("COUNT")
+        .arg(1)
+        .arg("BLOCK")
+        .arg(millis)
+        .arg("STREAMS");
     for key in &keys {
         read.arg(key);
     }

@@ -207,7 +207,14 @@ fn own<'a>(
         }
     };
     let event_type = event_type.into();
-    Some(Event::from_stored(id, event_type, version, occurred_at, payload, attributes))
+    Some(Event::from_stored(
+        id,
+        event_type,
+        version,
+        occurred_at,
+        payload,
+        attributes,
+    ))
 }
 
 fn beside(dialect: Dialect, event_type: &str, time: Timestamp) -> Beside<'_> {
@@ -348,7 +355,14 @@ fn in_stream(around: Around<'_>, dotted: &str, event: Event) -> Event {
     attributes.metadata.insert(NAMED_TYPE.to_owned(), named);
     let attributes = Some(Box::new(attributes));
     let (id, version, at) = (event.id(), event.version(), event.occurred_at());
-    Event::from_stored(id, dotted.into(), version, at, event.payload().clone(), attributes)
+    Event::from_stored(
+        id,
+        dotted.into(),
+        version,
+        at,
+        event.payload().clone(),
+        attributes,
+    )
 }
 
 #[cfg(test)]
@@ -372,7 +386,10 @@ mod tests {
 
     fn entry(fields: &[(&str, &[u8])]) -> Fields {
         let flat = fields.iter().flat_map(|(name, value)| {
-            [Bytes::copy_from_slice(name.as_bytes()), Bytes::copy_from_slice(value)]
+            [
+                Bytes::copy_from_slice(name.as_bytes()),
+                Bytes::copy_from_slice(value),
+            ]
         });
         flat.collect()
     }
@@ -453,7 +470,11 @@ mod tests {
         let odd = document("OrderPlaced");
         let data = json!({"data": odd}).to_string();
         let odd = read(at(Dialect::Framework), &entry(&[(DATA, data.as_bytes())]));
-        assert_eq!(odd.event.event_type(), "orders.order.placed", "the type of its stream");
+        assert_eq!(
+            odd.event.event_type(),
+            "orders.order.placed",
+            "the type of its stream"
+        );
         assert_eq!(odd.event.metadata()["event_type"], "OrderPlaced");
         let garbage: &[u8] = b"\xff\x00 no document";
         let fields = entry(&[(DATA, garbage)]);
@@ -463,18 +484,29 @@ mod tests {
         let again = read(at(Dialect::Framework), &fields);
         assert_eq!(first.event.id(), again.event.id(), "always the same id");
         let cut = [BINARY, b"\x00\x01\x00"].concat();
-        assert!(read(at(Dialect::Framework), &entry(&[(DATA, &cut)])).foreign.is_some());
+        assert!(
+            read(at(Dialect::Framework), &entry(&[(DATA, &cut)]))
+                .foreign
+                .is_some()
+        );
         let plain = entry(&[("order", b"42"), ("name", b"x")]);
         let plain = read(at(Dialect::Native), &plain);
         assert_eq!(plain.foreign, None);
-        assert_eq!(plain.event.json::<Value>().unwrap(), json!({"order": 42, "name": "x"}));
+        assert_eq!(
+            plain.event.json::<Value>().unwrap(),
+            json!({"order": 42, "name": "x"})
+        );
     }
 
     #[test]
     fn a_digest_is_that_of_the_body() {
         let build = |payload: &'static str| Event::builder("a.b").payload(payload).source("one");
         let one = build("1").build().unwrap();
-        let same = build("1").source("two").correlation_id("c").build().unwrap();
+        let same = build("1")
+            .source("two")
+            .correlation_id("c")
+            .build()
+            .unwrap();
         assert_eq!(digest(&one), digest(&same));
         let others = [
             build("2").build().unwrap(),

@@ -52,7 +52,9 @@ async fn a_replica_is_refused() {
     let error = refused(&replica.url(), Options::default()).await;
     assert_eq!(error.code(), Code::ReadOnly, "{error}");
     // A primary that becomes a replica while the engine is open says so with the next publish.
-    let engine = everbus_redis::open(&primary.url(), Options::default()).await.unwrap();
+    let engine = everbus_redis::open(&primary.url(), Options::default())
+        .await
+        .unwrap();
     publish(&engine, "order.placed").await;
     primary.command(&format!("REPLICAOF 127.0.0.1 {}", replica.port()));
     let event = Event::builder("order.placed").build().unwrap();
@@ -78,7 +80,9 @@ async fn a_server_that_evicts_streams_is_refused() {
     let weak = |setting: &str| engine.weaknesses.iter().any(|w| w.setting == setting);
     assert!(weak("maxmemory-policy"));
     server.command("CONFIG SET maxmemory-policy volatile-lru");
-    let engine = everbus_redis::open(&server.url(), Options::default()).await.unwrap();
+    let engine = everbus_redis::open(&server.url(), Options::default())
+        .await
+        .unwrap();
     assert!(engine.weaknesses.iter().any(|w| w.value == "volatile-lru"));
 }
 
@@ -104,7 +108,9 @@ async fn the_grade_follows_the_settings() {
         let Some(server) = Redis::start(options) else {
             return;
         };
-        let engine = everbus_redis::open(&server.url(), Options::default()).await.unwrap();
+        let engine = everbus_redis::open(&server.url(), Options::default())
+            .await
+            .unwrap();
         assert_eq!(engine.broker.capabilities().durability, durability);
         let told: Vec<String> = engine.weaknesses.iter().map(|w| w.advice.clone()).collect();
         let told = told.join("; ");
@@ -138,12 +144,18 @@ async fn a_user_without_permission_learns_what_it_lacks() {
     server.command("ACL SETUSER low on >low ~* +@all -@scripting -config");
     let url = server.plain_url().replace("redis://", "redis://low:low@");
     let engine = everbus_redis::open(&url, Options::default()).await.unwrap();
-    let weak = engine.weaknesses.iter().any(|w| w.advice.contains("CONFIG GET"));
+    let weak = engine
+        .weaknesses
+        .iter()
+        .any(|w| w.advice.contains("CONFIG GET"));
     assert!(weak, "{:?}", engine.weaknesses);
     let event = Event::builder("order.placed").build().unwrap();
     let error = engine.broker.append(vec![event]).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidSetting, "{error}");
-    assert!(error.hint_text().unwrap().contains("@scripting"), "{error:?}");
+    assert!(
+        error.hint_text().unwrap().contains("@scripting"),
+        "{error:?}"
+    );
 }
 
 // conformance: contract/redis-wrong-type: a key of another type in the place of a stream is named, and nothing of the batch is stored
@@ -175,15 +187,27 @@ async fn an_event_over_the_limit_is_refused() {
     let Some(server) = Redis::start(options) else {
         return;
     };
-    let engine = everbus_redis::open(&server.url(), Options::default()).await.unwrap();
+    let engine = everbus_redis::open(&server.url(), Options::default())
+        .await
+        .unwrap();
     let of = |length: usize| {
         let text = "x".repeat(length);
         Event::builder("order.placed").json(&text).build().unwrap()
     };
-    let error = engine.broker.append(vec![of(10), of(2 << 20)]).await.unwrap_err();
+    let error = engine
+        .broker
+        .append(vec![of(10), of(2 << 20)])
+        .await
+        .unwrap_err();
     assert_eq!(error.code(), Code::PayloadTooLarge);
     assert!(error.hint_text().unwrap().contains("overflow"));
-    engine.broker.append(vec![of(1 << 19)]).await.unwrap().remove(0).unwrap();
+    engine
+        .broker
+        .append(vec![of(1 << 19)])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
     let plain = Plain::connect(&server.url()).await;
     assert_eq!(plain.number(&["XLEN", "order:placed"]).await, 1);
 }

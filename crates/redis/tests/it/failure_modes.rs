@@ -18,7 +18,13 @@ async fn open(url: &str) -> Engine {
 
 async fn ack(engine: &Engine, delivery: Delivery) {
     let ack = Settlement::new(delivery.lease, Verdict::Ack);
-    engine.broker.settle(vec![ack]).await.unwrap().remove(0).unwrap();
+    engine
+        .broker
+        .settle(vec![ack])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
 }
 
 async fn fetch_one(consumer: &mut Box<dyn everbus_core::Consumer>) -> Delivery {
@@ -39,7 +45,11 @@ async fn a_full_memory_refuses_publishes_and_not_acks() {
     for _ in 0..3 {
         publish(&engine, "order.placed").await;
     }
-    let mut consumer = engine.broker.consume("g".parse().unwrap(), options()).await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume("g".parse().unwrap(), options())
+        .await
+        .unwrap();
     let mut held = consumer.fetch(3).await.unwrap();
     while held.len() < 3 {
         held.extend(consumer.fetch(3 - held.len()).await.unwrap());
@@ -47,18 +57,34 @@ async fn a_full_memory_refuses_publishes_and_not_acks() {
     server.command("CONFIG SET maxmemory 1");
     let event = Event::builder("order.placed").build().unwrap();
     let error = engine.broker.append(vec![event.clone()]).await.unwrap_err();
-    assert_eq!((error.code(), error.class()), (Code::DiskFull, Class::Passing), "{error}");
+    assert_eq!(
+        (error.code(), error.class()),
+        (Code::DiskFull, Class::Passing),
+        "{error}"
+    );
     assert!(error.hint_text().unwrap().contains("maxmemory"));
     let failure = None;
     let dead = Settlement::new(held.remove(0).lease, Verdict::Dead { failure });
-    engine.broker.settle(vec![dead]).await.unwrap().remove(0).unwrap();
+    engine
+        .broker
+        .settle(vec![dead])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
     for delivery in held {
         ack(&engine, delivery).await;
     }
     let info = engine.broker.inspect().await.unwrap().remove(0);
     assert_eq!((info.in_flight, info.dead_letters), (0, 1));
     server.command("CONFIG SET maxmemory 0");
-    engine.broker.append(vec![event]).await.unwrap().remove(0).unwrap();
+    engine
+        .broker
+        .append(vec![event])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
 }
 
 // conformance: framework/redis-consumer-crash: messages that a crashed consumer left pending come again when their lease ends, also after a restart of the server; a long handler keeps its own
@@ -73,14 +99,26 @@ async fn a_restart_keeps_the_pending_list() {
     publish(&engine, "order.placed").await;
     publish(&engine, "order.placed").await;
     let brief = || options().lease(Duration::from_secs(3));
-    let mut crashed = engine.broker.consume("g".parse().unwrap(), brief()).await.unwrap();
+    let mut crashed = engine
+        .broker
+        .consume("g".parse().unwrap(), brief())
+        .await
+        .unwrap();
     let lost = fetch_one(&mut crashed).await;
     let kept = fetch_one(&mut crashed).await;
     server.restart();
     let other = open(&server.url()).await;
     let info = other.broker.inspect().await.unwrap().remove(0);
-    assert_eq!((info.in_flight, info.behind), (2, 0), "the pending list is there");
-    let mut consumer = other.broker.consume("g".parse().unwrap(), brief()).await.unwrap();
+    assert_eq!(
+        (info.in_flight, info.behind),
+        (2, 0),
+        "the pending list is there"
+    );
+    let mut consumer = other
+        .broker
+        .consume("g".parse().unwrap(), brief())
+        .await
+        .unwrap();
     // The handler of the other one takes longer than its first lease.
     let leases = vec![kept.lease.clone()];
     let hour = Duration::from_secs(3600);
@@ -114,16 +152,40 @@ async fn what_another_program_left_is_taken_over() {
     assert_eq!(options_.stale_count, 100);
     options_.stale_after = Duration::from_secs(1);
     let engine = everbus_redis::open(&url, options_).await.unwrap();
-    engine.broker.declare(group("shared", &["order.placed"])).await.unwrap();
+    engine
+        .broker
+        .declare(group("shared", &["order.placed"]))
+        .await
+        .unwrap();
     publish(&engine, "order.placed").await;
     let plain = Plain::connect(&url).await;
-    let read = ["XREADGROUP", "GROUP", "shared", "python", "STREAMS", "order:placed", ">"];
-    assert!(plain.text(&read).await.contains("eb"), "another program has it");
-    let mut consumer = engine.broker.consume("shared".parse().unwrap(), options()).await.unwrap();
+    let read = [
+        "XREADGROUP",
+        "GROUP",
+        "shared",
+        "python",
+        "STREAMS",
+        "order:placed",
+        ">",
+    ];
+    assert!(
+        plain.text(&read).await.contains("eb"),
+        "another program has it"
+    );
+    let mut consumer = engine
+        .broker
+        .consume("shared".parse().unwrap(), options())
+        .await
+        .unwrap();
     let delivery = fetch_one(&mut consumer).await;
     assert_eq!(delivery.attempt, 2, "its delivery was an attempt");
     ack(&engine, delivery).await;
-    assert!(plain.text(&["XPENDING", "order:placed", "shared"]).await.starts_with("int(0)"));
+    assert!(
+        plain
+            .text(&["XPENDING", "order:placed", "shared"])
+            .await
+            .starts_with("int(0)")
+    );
 }
 
 // conformance: contract/redis-loss-alarm: a pending event that another program deleted is reported as lost, and blocks nothing
@@ -139,17 +201,32 @@ async fn a_deleted_pending_event_is_reported() {
     engine.broker.declare(spec).await.unwrap();
     let keyed = || Event::builder("order.placed").key("k").build().unwrap();
     engine.broker.append(vec![keyed(), keyed()]).await.unwrap();
-    let mut consumer = engine.broker.consume("g".parse().unwrap(), options()).await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume("g".parse().unwrap(), options())
+        .await
+        .unwrap();
     let first = fetch_one(&mut consumer).await;
     let plain = Plain::connect(&url).await;
-    let text = plain.text(&["XRANGE", "order:placed", "-", "+", "COUNT", "1"]).await;
+    let text = plain
+        .text(&["XRANGE", "order:placed", "-", "+", "COUNT", "1"])
+        .await;
     let id = text.lines().next().unwrap();
     assert_eq!(plain.number(&["XDEL", "order:placed", id]).await, 1);
     let after = Duration::ZERO;
     let release = Settlement::new(first.lease, Verdict::Release { after });
-    engine.broker.settle(vec![release]).await.unwrap().remove(0).unwrap();
+    engine
+        .broker
+        .settle(vec![release])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
     let second = fetch_one(&mut consumer).await;
-    assert_ne!(second.record.position, first.record.position, "its key goes on");
+    assert_ne!(
+        second.record.position, first.record.position,
+        "its key goes on"
+    );
     let info = engine.broker.inspect().await.unwrap().remove(0);
     assert!(info.held_back.unwrap().contains("1 events were deleted"));
     ack(&engine, second).await;
@@ -167,13 +244,25 @@ async fn trimming_takes_nothing_that_a_group_owes() {
     let orders = orders.limit(StreamLimit::new(5));
     let table = Streams::new([orders]).unwrap();
     engine.broker.declare_streams(table).await.unwrap();
-    engine.broker.declare(group("quick", &["order.*"])).await.unwrap();
-    engine.broker.declare(group("slow", &["order.*"])).await.unwrap();
+    engine
+        .broker
+        .declare(group("quick", &["order.*"]))
+        .await
+        .unwrap();
+    engine
+        .broker
+        .declare(group("slow", &["order.*"]))
+        .await
+        .unwrap();
     for _ in 0..20 {
         publish(&engine, "order.placed").await;
     }
     handle(&engine, "quick", 20).await;
-    let mut slow = engine.broker.consume("slow".parse().unwrap(), options()).await.unwrap();
+    let mut slow = engine
+        .broker
+        .consume("slow".parse().unwrap(), options())
+        .await
+        .unwrap();
     let held = fetch_one(&mut slow).await;
     let plain = Plain::connect(&url).await;
     let length = async || plain.number(&["XLEN", "order:placed"]).await;
@@ -201,7 +290,12 @@ async fn a_failover_loses_what_the_replica_had_not_received() {
     };
     replica.wait_for_primary();
     let engine = open(&primary.url()).await;
-    assert!(engine.weaknesses.iter().any(|w| w.setting == "min-replicas-to-write"));
+    assert!(
+        engine
+            .weaknesses
+            .iter()
+            .any(|w| w.setting == "min-replicas-to-write")
+    );
     engine.broker.declare(group("g", &["*"])).await.unwrap();
     publish(&engine, "order.placed").await;
     let copy = Plain::connect(&replica.url()).await;
@@ -214,9 +308,16 @@ async fn a_failover_loses_what_the_replica_had_not_received() {
     primary.kill();
     replica.command("REPLICAOF NO ONE");
     let engine = open(&replica.url()).await;
-    assert_eq!(handle(&engine, "g", 1).await, ["order.placed"], "the group is there");
+    assert_eq!(
+        handle(&engine, "g", 1).await,
+        ["order.placed"],
+        "the group is there"
+    );
     let received = copy.number(&["EXISTS", "order:paid"]).await;
-    assert_eq!(received, 0, "acknowledged and lost: replication does not wait");
+    assert_eq!(
+        received, 0,
+        "acknowledged and lost: replication does not wait"
+    );
     publish(&engine, "order.paid").await;
     assert_eq!(handle(&engine, "g", 1).await, ["order.paid"]);
 }
@@ -236,14 +337,28 @@ async fn a_key_is_in_order_over_several_streams() {
     engine.broker.declare(ordered).await.unwrap();
     for n in 0..300usize {
         let event_type = ["order.placed", "order.paid", "user.created"][n * n % 3];
-        let event = Event::builder(event_type).key(format!("k{}", n % 4)).json(&n);
+        let event = Event::builder(event_type)
+            .key(format!("k{}", n % 4))
+            .json(&n);
         let event = event.build().unwrap();
-        engine.broker.append(vec![event]).await.unwrap().remove(0).unwrap();
+        engine
+            .broker
+            .append(vec![event])
+            .await
+            .unwrap()
+            .remove(0)
+            .unwrap();
     }
     let mut consumers = Vec::new();
     for _ in 0..2 {
         let few = options().prefetch(5);
-        consumers.push(engine.broker.consume("ordered".parse().unwrap(), few).await.unwrap());
+        consumers.push(
+            engine
+                .broker
+                .consume("ordered".parse().unwrap(), few)
+                .await
+                .unwrap(),
+        );
     }
     let mut last = [None; 4];
     let mut count = 0;
@@ -275,7 +390,11 @@ async fn a_new_stream_joins_from_its_beginning() {
     let mut spec = group("g", &["*"]);
     spec.start_from = everbus_core::StartFrom::New;
     reader.broker.declare(spec).await.unwrap();
-    let mut consumer = reader.broker.consume("g".parse().unwrap(), options()).await.unwrap();
+    let mut consumer = reader
+        .broker
+        .consume("g".parse().unwrap(), options())
+        .await
+        .unwrap();
     let writer = open(&url).await;
     for event_type in ["a.b", "c.d", "e"] {
         publish(&writer, event_type).await;
@@ -287,7 +406,10 @@ async fn a_new_stream_joins_from_its_beginning() {
     let plain = Plain::connect(&url).await;
     plain.ask(&["DEL", "a:b"]).await.unwrap();
     publish(&writer, "a.b").await;
-    assert_eq!(fetch_one(&mut consumer).await.record.event.event_type(), "a.b");
+    assert_eq!(
+        fetch_one(&mut consumer).await.record.event.event_type(),
+        "a.b"
+    );
 }
 
 // conformance: contract/redis-spaces: two spaces in one database see nothing of each other
@@ -310,4 +432,74 @@ async fn spaces_are_apart() {
     }
     let plain = Plain::connect(&url).await;
     assert_eq!(plain.number(&["XLEN", "shop/c:d"]).await, 1);
+}
+
+// conformance: framework/dlq-redis: a dead letter is an entry of dlq:{stream} with original_event, error, attempts, failed_at and original_stream
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dead_letter_has_the_specified_fields() {
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let engine = open(&url).await;
+    engine
+        .broker
+        .declare(group("notification-service", &["*"]))
+        .await
+        .unwrap();
+    let event = Event::builder("orders:order-placed").json(&serde_json::json!({"order": 7}));
+    let event = event.source("shop").build().unwrap();
+    engine.broker.append(vec![event.clone()]).await.unwrap();
+    let group = "notification-service".parse().unwrap();
+    let mut consumer = engine.broker.consume(group, options()).await.unwrap();
+    let after = Duration::ZERO;
+    for attempt in 1..=2 {
+        let delivery = fetch_one(&mut consumer).await;
+        let now = everbus_core::Timestamp::from_micros(1_700_000_000_000_000);
+        let text = format!("failure {attempt}");
+        let kind = everbus_core::FailureKind::Error;
+        let failure = everbus_core::Failure::new(attempt, now, kind, text);
+        let verdict = match attempt {
+            1 => Verdict::Retry { after, failure },
+            _ => Verdict::Dead {
+                failure: Some(failure),
+            },
+        };
+        let settled = engine
+            .broker
+            .settle(vec![Settlement::new(delivery.lease, verdict)]);
+        settled.await.unwrap().remove(0).unwrap();
+    }
+    let plain = Plain::connect(&url).await;
+    let mut range = redis::cmd("XRANGE");
+    range.arg("dlq:orders:order-placed").arg("-").arg("+");
+    let letters: Vec<(String, Vec<(String, String)>)> =
+        range.query_async(&mut plain.0.clone()).await.unwrap();
+    assert_eq!(letters.len(), 1);
+    let field = |name: &str| {
+        let mut fields = letters[0].1.iter();
+        fields.find(|(of, _)| of == name).unwrap().1.as_str()
+    };
+    let original: serde_json::Value = serde_json::from_str(field("original_event")).unwrap();
+    assert_eq!(original["event_id"], event.id().to_string());
+    assert_eq!(original["payload"], serde_json::json!({"order": 7}));
+    assert_eq!((field("error"), field("attempts")), ("failure 2", "2"));
+    assert_eq!(field("original_stream"), "orders:order-placed");
+    assert!(
+        field("failed_at").starts_with("2023-11-14T22:13:20"),
+        "{}",
+        field("failed_at")
+    );
+    assert_eq!(field("group"), "notification-service");
+    assert!(field("failures").contains("failure 1"));
+    let info = engine.broker.inspect().await.unwrap().remove(0);
+    assert_eq!((info.dead_letters, info.in_flight), (1, 0));
+    // A program that replays it takes it out of the stream.
+    assert_eq!(
+        plain
+            .number(&["XDEL", "dlq:orders:order-placed", &letters[0].0])
+            .await,
+        1
+    );
+    assert_eq!(engine.broker.inspect().await.unwrap()[0].dead_letters, 0);
 }

@@ -1,11 +1,11 @@
 //! Services in Python, on the real FastStream package, share the streams.
 
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 
 use everbus::{Bus, Message, RetryPolicy};
-use everbus_core::{Event, Stream, Streams};
+use everbus_core::{DeadLetterFilter, Event, FailureKind, PageRequest, Stream, Streams};
 use everbus_redis::Options;
 use everbus_testkit::servers::{Flavour, python_packages};
 use serde_json::{Value, json};
@@ -18,7 +18,7 @@ use crate::server;
 const STREAM: &str = "orders:order-placed";
 
 /// A service in Python with these packages.
-fn service(packages: &PathBuf, arguments: &[&str]) -> Child {
+fn service(packages: &Path, arguments: &[&str]) -> Child {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/python/service.py");
     Command::new("python3")
         .arg(script)
@@ -38,7 +38,7 @@ async fn next_line(lines: &mut Lines<BufReader<ChildStdout>>) -> String {
 }
 
 /// Publishes documents with FastStream.
-async fn publish(packages: &PathBuf, url: &str, documents: &[Value]) {
+async fn publish(packages: &Path, url: &str, documents: &[Value]) {
     let mut child = service(packages, &[url, "publish", STREAM]);
     let mut input = child.stdin.take().unwrap();
     for document in documents {
@@ -59,9 +59,16 @@ fn document(n: u64) -> Value {
     })
 }
 
-async fn bus(url: &str) -> Bus {
-    let orders = Stream::new("orders", ["orders.>"]).unwrap().dialect("framework");
-    let engine = everbus_redis::open(url, Options::default()).await.unwrap();
+/// A bus that writes the documents of the framework, with a store beside it.
+async fn bus(url: &str, folder: &Path) -> Bus {
+    let orders = Stream::new("orders", ["orders.>"])
+        .unwrap()
+        .dialect("framework");
+    let broker = everbus_redis::open(url, Options::default()).await.unwrap();
+    let file = folder.join("store.db");
+    let store = everbus_sqlite::open(&file, everbus_sqlite::Options::default()).unwrap();
+    let clock = Arc::new(everbus_core::SystemClock);
+    let engine = everbus::compose(broker, store, clock).await.unwrap();
     let table = Streams::new([orders]).unwrap();
     Bus::builder().streams(table).with_engine(engine).unwrap()
 }
@@ -94,13 +101,17 @@ async fn both_ways(version: &str) {
     let Some(url) = server::database(Flavour::Redis) else {
         return;
     };
-    let bus = bus(&url).await;
+    let folder = tempfile::tempdir().unwrap();
+    let bus = bus(&url, folder.path()).await;
     let seen = Seen::default();
     listen(&bus, &seen).await;
     // From FastStream to Everbus.
     let tried = json!({"headers": {"x-retry-count": "2"}, "event": document(2)});
     publish(&packages, &url, &[document(1), tried]).await;
-    until("the events of the service", async || seen.lock().unwrap().len() == 2).await;
+    until("the events of the service", async || {
+        seen.lock().unwrap().len() == 2
+    })
+    .await;
     let got = seen.lock().unwrap().clone();
     for (n, (event, _)) in got.iter().enumerate() {
         assert_eq!(event.display_id(), format!("order-{}", n + 1));
@@ -163,9 +174,16 @@ async fn a_group_is_shared_with_faststream() {
     let Some(url) = server::database(Flavour::Redis) else {
         return;
     };
-    let bus = bus(&url).await;
+    let folder = tempfile::tempdir().unwrap();
+    let bus = bus(&url, folder.path()).await;
     let seen = Seen::default();
-    let arguments = [url.as_str(), "consume", STREAM, "notification-service", "1000"];
+    let arguments = [
+        url.as_str(),
+        "consume",
+        STREAM,
+        "notification-service",
+        "1000",
+    ];
     let mut child = service(&packages, &arguments);
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     assert_eq!(next_line(&mut lines).await, "ready");
@@ -187,7 +205,9 @@ async fn a_group_is_shared_with_faststream() {
         theirs.push(read["payload"]["order"].as_u64().unwrap());
     }
     let ours = seen.lock().unwrap().clone();
-    let ours = ours.iter().map(|(event, _)| event.json::<Value>().unwrap()["order"].as_u64().unwrap());
+    let ours = ours
+        .iter()
+        .map(|(event, _)| event.json::<Value>().unwrap()["order"].as_u64().unwrap());
     let mut all: Vec<u64> = theirs.iter().copied().chain(ours).collect();
     all.sort_unstable();
     assert_eq!(all, (0..40).collect::<Vec<u64>>(), "each once");
@@ -201,7 +221,8 @@ async fn a_foreign_message_is_dead_lettered_with_its_bytes() {
     let Some(url) = server::database(Flavour::Redis) else {
         return;
     };
-    let bus = bus(&url).await;
+    let folder = tempfile::tempdir().unwrap();
+    let bus = bus(&url, folder.path()).await;
     let seen = Seen::default();
     listen(&bus, &seen).await;
     let plain = Plain::connect(&url).await;
@@ -209,24 +230,27 @@ async fn a_foreign_message_is_dead_lettered_with_its_bytes() {
     let garbage: &[u8] = b"\xff\x00 not a document";
     add.arg(STREAM).arg("*").arg("__data__").arg(garbage);
     let _: String = add.query_async(&mut plain.0.clone()).await.unwrap();
-    let own = Event::builder("orders.order.placed").json(&1).build().unwrap();
+    let own = Event::builder("orders.order.placed").json(&json!({"n": 1}));
+    let own = own.build().unwrap();
     bus.publish(own).await.unwrap();
-    until("the event after it", async || seen.lock().unwrap().len() == 1).await;
-    let dead = "dlq:orders:order-placed";
-    until("the dead letter", async || plain.number(&["XLEN", dead]).await == 1).await;
-    let mut range = redis::cmd("XRANGE");
-    range.arg(dead).arg("-").arg("+");
-    let letters: Vec<(String, Vec<(String, Vec<u8>)>)> =
-        range.query_async(&mut plain.0.clone()).await.unwrap();
-    let field = |name: &str| {
-        let mut fields = letters[0].1.iter();
-        &fields.find(|(of, _)| of == name).unwrap().1[..]
+    until("the event after it", async || {
+        seen.lock().unwrap().len() == 1
+    })
+    .await;
+    let letters = bus.engine().dead_letters().unwrap();
+    let list = async || {
+        let page = letters.list(DeadLetterFilter::default(), PageRequest::default());
+        page.await.unwrap().items
     };
-    assert_eq!(field("original_event"), garbage);
-    assert_eq!(field("original_stream"), STREAM.as_bytes());
-    assert_eq!(field("group"), b"notification-service");
-    let error = String::from_utf8_lossy(field("error")).into_owned();
-    assert!(error.contains("framework"), "{error}");
-    assert!(!field("failed_at").is_empty());
+    until("the dead letter", async || list().await.len() == 1).await;
+    let letter = list().await.remove(0);
+    assert_eq!(letter.record.event.payload(), garbage);
+    assert_eq!(letter.failures[0].kind, FailureKind::Corrupt);
+    assert!(
+        letter.last_error().contains("framework"),
+        "{}",
+        letter.last_error()
+    );
+    assert_eq!(seen.lock().unwrap().len(), 1, "no handler saw it");
     bus.shutdown().await.unwrap();
 }

@@ -93,7 +93,11 @@ async fn a_publish_without_an_answer_is_stored_once() {
     }
     assert!(proxy.cuts() >= 5, "the cuts met their requests");
     let plain = Plain::connect(&server.url()).await;
-    assert_eq!(plain.number(&["XLEN", "order:placed"]).await, 8, "each event once");
+    assert_eq!(
+        plain.number(&["XLEN", "order:placed"]).await,
+        8,
+        "each event once"
+    );
 }
 
 // conformance: contract/redis-lost-claim: events of a claim whose answer was lost come at once, and the lost hand-out is no attempt
@@ -106,10 +110,18 @@ async fn a_claim_without_an_answer_is_undone() {
     let proxy = Proxy::start(server.port()).await;
     let engine = everbus_redis::open(&proxy.through(&server.url()), Options::default()).await;
     let engine = engine.unwrap();
-    engine.broker.declare(group("lost-claims", &["*"])).await.unwrap();
+    engine
+        .broker
+        .declare(group("lost-claims", &["*"]))
+        .await
+        .unwrap();
     publish(&engine, "order.placed").await;
     let long = options().lease(Duration::from_secs(600));
-    let mut consumer = engine.broker.consume("lost-claims".parse().unwrap(), long).await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume("lost-claims".parse().unwrap(), long)
+        .await
+        .unwrap();
     // The claim is the first request that names the stream after the group.
     proxy.cut_before_reply_to(b"order:placed", 1);
     let came = async {
@@ -120,12 +132,20 @@ async fn a_claim_without_an_answer_is_undone() {
             }
         }
     };
-    let batch = tokio::time::timeout(Duration::from_secs(60), came).await.unwrap();
+    let batch = tokio::time::timeout(Duration::from_secs(60), came)
+        .await
+        .unwrap();
     assert!(proxy.cuts() >= 1, "the cut met the claim");
     assert_eq!((batch.len(), batch[0].attempt), (1, 1));
     assert!(batch[0].failures.is_empty());
     let ack = Settlement::new(batch[0].lease.clone(), Verdict::Ack);
-    engine.broker.settle(vec![ack]).await.unwrap().remove(0).unwrap();
+    engine
+        .broker
+        .settle(vec![ack])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
 }
 
 // conformance: contract/redis-settled-once: a verdict whose answer was lost is applied once: one dead letter, one notice, its failures once
@@ -162,7 +182,10 @@ async fn a_verdict_without_an_answer_is_applied_once() {
     assert_eq!(plain.number(&["XLEN", "system:dead_letter"]).await, 1);
     assert_eq!(plain.number(&["XLEN", "order:placed"]).await, 1);
     let letter = plain.text(&["XRANGE", "dlq:a:b", "-", "+"]).await;
-    assert!(letter.contains("original_stream") && letter.contains("failed_at"), "{letter}");
+    assert!(
+        letter.contains("original_stream") && letter.contains("failed_at"),
+        "{letter}"
+    );
 }
 
 // conformance: contract/redis-away: a server that is away is Unavailable and says whether the publish may have taken effect; the bus goes on by itself
@@ -196,8 +219,14 @@ async fn a_server_that_is_away_is_waited_for() {
             }
         }
     };
-    let came = tokio::time::timeout(Duration::from_secs(60), came).await.unwrap();
-    assert_eq!(came.record.event.event_type(), "order.placed", "the ack before is kept");
+    let came = tokio::time::timeout(Duration::from_secs(60), came)
+        .await
+        .unwrap();
+    assert_eq!(
+        came.record.event.event_type(),
+        "order.placed",
+        "the ack before is kept"
+    );
     server.pause();
     let error = engine.broker.append(vec![event(3)]).await.unwrap_err();
     assert_eq!(error.code(), Code::Unavailable);

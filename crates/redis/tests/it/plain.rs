@@ -91,11 +91,19 @@ pub(crate) async fn handle(engine: &Engine, group: &str, count: usize) -> Vec<St
             for delivery in consumer.fetch(count - types.len()).await.unwrap() {
                 types.push(delivery.record.event.event_type().to_owned());
                 let ack = Settlement::new(delivery.lease, Verdict::Ack);
-                engine.broker.settle(vec![ack]).await.unwrap().remove(0).unwrap();
+                engine
+                    .broker
+                    .settle(vec![ack])
+                    .await
+                    .unwrap()
+                    .remove(0)
+                    .unwrap();
             }
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), work).await.unwrap();
+    tokio::time::timeout(Duration::from_secs(60), work)
+        .await
+        .unwrap();
     consumer.close().await.unwrap();
     types
 }

@@ -11,14 +11,9 @@ import sys
 
 from faststream.redis import RedisBroker, StreamSub
 
-try:
-    from faststream import AckPolicy
-except ImportError:
-    AckPolicy = None
-
 
 async def consume(url, stream, group, count):
-    broker = RedisBroker(url)
+    broker = RedisBroker(url, logger=None)
     done = asyncio.Event()
     seen = 0
 
@@ -39,7 +34,7 @@ async def consume(url, stream, group, count):
 
 
 async def publish(url, stream):
-    async with RedisBroker(url) as broker:
+    async with RedisBroker(url, logger=None) as broker:
         for line in sys.stdin:
             document = json.loads(line)
             headers = None

