@@ -274,7 +274,7 @@ impl std::fmt::Display for EntryId {
 mod tests {
     use super::*;
 
-    // conformance: framework/redis-channel-names: a type is in the stream {domain}:{event-type}
+    // conformance: contract/redis-channel-names: a type is in the stream {domain}:{event-type}
     #[test]
     fn types_are_in_the_streams_of_the_specification() {
         let space = Space::new("");

@@ -429,7 +429,7 @@ mod tests {
         .to_string()
     }
 
-    // conformance: framework/faststream-formats: messages of FastStream are read in the JSON and in the binary format, and its retry count is honoured
+    // conformance: framework/framework-faststream: messages of FastStream are read in the JSON and in the binary format, and its retry count is honoured
     #[test]
     fn both_formats_of_faststream_are_read() {
         let space = Space::new("");

@@ -87,7 +87,7 @@ async fn a_server_that_evicts_streams_is_refused() {
 }
 
 // conformance: contract/redis-grade: the durability is that of the settings, and each weakness names the setting to change
-// conformance: framework/redis-aof-gap: an append-only file that is synced every second is a weakness that names appendfsync always
+// conformance: framework/redis-appendfsync: an append-only file that is synced every second is a weakness that names appendfsync always
 // needs: redis-server
 #[tokio::test]
 async fn the_grade_follows_the_settings() {

@@ -72,6 +72,6 @@ impl Harness for Beside {
     }
 }
 
-// conformance: framework/brokers-redis: the same contract holds on Redis with a SQLite file beside it
+// conformance: framework/broker-redis: the same contract holds on Redis with a SQLite file beside it
 // conformance: contract/redis-beside: the Redis engine with a SQLite file beside it passes the suite, against a real server
 everbus_testkit::conformance_tests!(Beside::new());

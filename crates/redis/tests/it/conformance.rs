@@ -54,5 +54,5 @@ impl Harness for OnServer {
 }
 
 // conformance: contract/engine-redis: the Redis engine passes the suite every engine passes, against a real server
-// conformance: framework/redis-groups: a group is a consumer group of its name on every stream that it wants
+// conformance: framework/broker-redis: a group is a consumer group of its name on every stream that it wants
 everbus_testkit::conformance_tests!(OnServer::new(Flavour::Redis));

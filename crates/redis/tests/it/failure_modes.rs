@@ -32,7 +32,7 @@ async fn fetch_one(consumer: &mut Box<dyn everbus_core::Consumer>) -> Delivery {
     fetched.unwrap().unwrap().remove(0)
 }
 
-// conformance: framework/redis-memory-full: a full memory refuses publishes, and acks and dead letters still go through
+// conformance: contract/redis-memory-full: a full memory refuses publishes, and acks and dead letters still go through
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_full_memory_refuses_publishes_and_not_acks() {
@@ -87,7 +87,7 @@ async fn a_full_memory_refuses_publishes_and_not_acks() {
         .unwrap();
 }
 
-// conformance: framework/redis-consumer-crash: messages that a crashed consumer left pending come again when their lease ends, also after a restart of the server; a long handler keeps its own
+// conformance: framework/redis-crash: messages that a crashed consumer left pending come again when their lease ends, also after a restart of the server; a long handler keeps its own
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_restart_keeps_the_pending_list() {
@@ -140,7 +140,7 @@ async fn a_restart_keeps_the_pending_list() {
     assert_eq!((info.in_flight, info.waiting, info.behind), (0, 0, 0));
 }
 
-// conformance: framework/redis-stale-recovery: messages that another program read for the group and did not finish are taken over after the idle time, with their delivery counted
+// conformance: contract/redis-stale-recovery: messages that another program read for the group and did not finish are taken over after the idle time, with their delivery counted
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_another_program_left_is_taken_over() {
@@ -232,7 +232,7 @@ async fn a_deleted_pending_event_is_reported() {
     ack(&engine, second).await;
 }
 
-// conformance: framework/redis-maxlen: a stream over its length is trimmed, and nothing that a group has not finished is trimmed with it
+// conformance: framework/redis-memory: a stream over its length is trimmed, and nothing that a group has not finished is trimmed with it
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn trimming_takes_nothing_that_a_group_owes() {
@@ -276,7 +276,7 @@ async fn trimming_takes_nothing_that_a_group_owes() {
     assert!(length().await >= 5);
 }
 
-// conformance: framework/redis-failover: after a failover to a replica that trails, what it had not received is gone, and everything else goes on
+// conformance: contract/redis-failover: after a failover to a replica that trails, what it had not received is gone, and everything else goes on
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_failover_loses_what_the_replica_had_not_received() {
@@ -379,7 +379,7 @@ async fn a_key_is_in_order_over_several_streams() {
     }
 }
 
-// conformance: contract/redis-new-streams: a stream that appears later joins a wildcard group from its beginning, also in a process that knew nothing of it
+// conformance: contract/engine-redis-wildcards: a stream that appears later joins a wildcard group from its beginning, also in a process that knew nothing of it
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_new_stream_joins_from_its_beginning() {
@@ -434,7 +434,8 @@ async fn spaces_are_apart() {
     assert_eq!(plain.number(&["XLEN", "shop/c:d"]).await, 1);
 }
 
-// conformance: framework/dlq-redis: a dead letter is an entry of dlq:{stream} with original_event, error, attempts, failed_at and original_stream
+// conformance: framework/dlq-fields: on Redis a dead letter has the specified fields, the stream among them
+// conformance: framework/dlq-stream-names: a dead letter is an entry of dlq:{stream} with original_event, error, attempts, failed_at and original_stream
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dead_letter_has_the_specified_fields() {

@@ -150,21 +150,23 @@ async fn both_ways(version: &str) {
     bus.shutdown().await.unwrap();
 }
 
-// conformance: framework/faststream-0.5: services on FastStream 0.5.34 produce to and consume from the same streams, both ways
+// conformance: framework/redis-flow: a publisher and a consumer group exchange OrderPlaced over orders:order-placed
+// conformance: framework/dlq-retry-count: x-retry-count of a message from FastStream is counted as attempts
+// conformance: framework/framework-faststream: services on FastStream 0.5.34 produce to and consume from the same streams, both ways
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn faststream_0_5_shares_the_streams() {
     both_ways("faststream-0.5.34").await;
 }
 
-// conformance: framework/faststream-latest: services on the newest FastStream, with its binary format, produce to and consume from the same streams, both ways
+// conformance: framework/framework-faststream: services on the newest FastStream, with its binary format, produce to and consume from the same streams, both ways
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_newest_faststream_shares_the_streams() {
     both_ways("faststream-latest").await;
 }
 
-// conformance: framework/faststream-group: a FastStream service and a bus share the work of one group: each event goes to one of them
+// conformance: contract/redis-faststream-group: a FastStream service and a bus share the work of one group: each event goes to one of them
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_group_is_shared_with_faststream() {
