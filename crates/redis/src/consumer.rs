@@ -18,7 +18,7 @@ use redis::Value;
 use tokio::sync::{Notify, watch};
 
 use crate::broker::Shared;
-use crate::client::{Arguments, Read as _};
+use crate::client::{Arguments, Read};
 use crate::errors;
 use crate::groups::Group;
 use crate::held::Hold;
@@ -44,6 +44,7 @@ pub(crate) struct Item {
     record: Arc<Recorded>,
     attempt: u32,
     failures: Vec<Failure>,
+    again: bool,
     came: Instant,
 }
 
@@ -343,11 +344,11 @@ impl Inner {
                 !patterns.any(|pattern| pattern.matches(event_type))
             };
             let handles = handled.iter().any(|pattern| pattern.matches(event_type));
-            let first = times == 1 && item.failures.is_empty();
+            let first = times == 1 && item.failures.is_empty() && !item.again;
             // What was handed out before is owed, also after its subscription was removed.
             let passes = !event.is_for(&self.group.name)
                 || known.record.since.is_some_and(early)
-                || (first || !handles) && unwanted();
+                || (first || !handles) && !item.again && unwanted();
             if passes {
                 passed.push((item.member, item.token));
             } else if !handles {
@@ -384,8 +385,9 @@ impl Inner {
         let (token, times) = (part().number()?, part().number()?);
         let times = u32::try_from(times).unwrap_or(u32::MAX);
         let failures = part().text()?;
-        let fields = part().list()?.into_iter().map(|field| field.bytes());
+        let fields = part().list()?.into_iter().map(Read::bytes);
         let fields: Vec<Bytes> = fields.collect::<Result<_>>()?;
+        let again = part().text()? == "1";
         let entry = EntryId::parse(&id).ok_or_else(|| errors::unreadable("the id of an entry"))?;
         let around = Around {
             space: &self.shared.space,
@@ -409,6 +411,7 @@ impl Inner {
             record: Arc::new(Recorded::new(read.event, position, read.received_at)),
             attempt,
             failures,
+            again,
             came,
         };
         Ok((item, times))
@@ -455,10 +458,13 @@ impl Inner {
             record: item.record.clone(),
             attempt: item.attempt,
             failures: item.failures.clone(),
+            again: item.again,
             until: item.came + self.lease,
         };
         self.shared.held.hold(item.token, hold);
-        Delivery::new(item.record, lease).after(item.attempt, item.failures)
+        Delivery::new(item.record, lease)
+            .after(item.attempt, item.failures)
+            .retried(item.again)
     }
 }
 

@@ -24,6 +24,8 @@ pub(crate) struct Hold {
     pub(crate) record: Arc<Recorded>,
     pub(crate) attempt: u32,
     pub(crate) failures: Vec<Failure>,
+    /// It was retried from the dead letters, or is delivered once more.
+    pub(crate) again: bool,
     pub(crate) until: Instant,
 }
 

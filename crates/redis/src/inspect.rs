@@ -31,6 +31,7 @@ pub(crate) struct InStream {
     pub(crate) in_flight: u64,
     pub(crate) waiting: u64,
     pub(crate) oldest: Option<EntryId>,
+    dead: u64,
 }
 
 impl Shared {
@@ -63,6 +64,7 @@ impl Shared {
                 in_flight: part().number()?,
                 waiting: part().number()?,
                 oldest: EntryId::parse(&part().text()?),
+                dead: part().number()?,
             });
         }
         Ok(standing)
@@ -124,6 +126,7 @@ impl Shared {
             lag.behind = stream.unread;
             lag.in_flight = stream.in_flight;
             lag.waiting = stream.waiting;
+            lag.dead_letters = stream.dead;
             lag.oldest = stream.oldest.map(EntryId::time);
             info.behind += lag.behind;
             info.oldest = [info.oldest, lag.oldest].into_iter().flatten().min();

@@ -12,7 +12,7 @@
 //! | lease | its end in a sorted set, its token in a hash; a script compares both (`settle`) |
 //! | retry after a delay, release | the due time in a sorted set |
 //! | order by key | the events of a key in a sorted set; only the first may be handed out |
-//! | dead letter | an entry of `dlq:{stream}`, in the step of the ack |
+//! | dead letter | an entry of `dlq:{stream}`, in the step of the ack; a retried one is kept apart (`dead_letters`) |
 //! | wake-up | a blocking read on a connection of its own (`tasks`) |
 //! | inbox, values by key | a sorted set for each group; hashes that expire |
 //!
@@ -37,6 +37,7 @@ mod broker;
 mod client;
 mod config;
 mod consumer;
+mod dead_letters;
 mod declare;
 mod durability;
 mod errors;
@@ -47,6 +48,7 @@ mod inspect;
 mod keys;
 mod kv;
 mod log;
+mod redeliver;
 mod registry;
 mod scripts;
 mod settle;
@@ -76,6 +78,8 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
     let mut engine = Engine::new(redis.clone());
     engine.log = Some(redis.clone());
     engine.depth = Some(redis.clone());
+    engine.dead_letters = Some(redis.clone());
+    engine.redeliver = Some(redis.clone());
     engine.inbox = Some(redis.clone());
     engine.kv = Some(redis);
     engine.weaknesses = weaknesses;

@@ -8,7 +8,7 @@ use everbus_core::{BoxFuture, Cursor, Log, Pattern, Recorded, Result, StartFrom}
 use redis::Value;
 
 use crate::broker::{Redis, Shared};
-use crate::client::Read as _;
+use crate::client::Read;
 use crate::errors;
 use crate::keys::EntryId;
 use crate::registry::Registry;
@@ -43,7 +43,7 @@ impl Shared {
         let mut part = || parts.next().unwrap_or(Value::Nil);
         let id = part().text()?;
         let id = EntryId::parse(&id).ok_or_else(|| errors::unreadable("the id of an entry"))?;
-        let fields = part().list()?.into_iter().map(|field| field.bytes());
+        let fields = part().list()?.into_iter().map(Read::bytes);
         let fields: Vec<Bytes> = fields.collect::<Result<_>>()?;
         let around = Around {
             space: &self.space,

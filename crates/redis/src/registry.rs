@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use everbus_core::{Pattern, Result, Streams};
+use everbus_core::{Pattern, Result, Stream, Streams};
 use everbus_dialects::Dialect;
 
 use crate::broker::Shared;
@@ -66,7 +66,7 @@ impl Shared {
             .collect::<Result<_>>()?;
         let registry = self.load_registry().await?;
         let mut wanted: BTreeMap<String, Dialect> = BTreeMap::new();
-        let named = table.iter().flat_map(|stream| stream.patterns());
+        let named = table.iter().flat_map(Stream::patterns);
         let named = named.filter_map(|pattern| pattern.exact());
         let named = named.map(|event_type| self.space.stream(event_type));
         for key in registry.streams.keys().cloned().chain(named) {

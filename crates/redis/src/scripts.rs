@@ -38,6 +38,14 @@ scripts! {
     TRIM = "scripts/trim.lua";
     /// Skips the oldest events of a group.
     DROP = "scripts/drop.lua";
+    /// A page of dead letters.
+    LETTERS = "scripts/letters.lua";
+    /// Delivers events to a group once more.
+    REVIVE = "scripts/revive.lua";
+    /// Replaces a dead letter by a corrected event.
+    REPLACE = "scripts/replace.lua";
+    /// Removes dead letters.
+    PURGE = "scripts/purge.lua";
     /// Stores a value by key.
     KV_PUT = "scripts/kv_put.lua";
     /// Removes a value by key.

@@ -8,12 +8,13 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use everbus_core::{
-    Code, Death, Error, Event, Lease, Result, Settlement, Verdict, dead_letter_notice, given_up,
+    Code, DeadLetter, Death, Error, Event, Lease, Result, Settlement, Timestamp, Verdict,
+    dead_letter_notice, given_up,
 };
 use everbus_dialects::{Dialect, encode};
 
 use crate::broker::Shared;
-use crate::client::{Arguments, Read as _};
+use crate::client::{Arguments, Read};
 use crate::groups::Group;
 use crate::held::Hold;
 use crate::scripts::{EXTEND, SETTLE};
@@ -64,7 +65,11 @@ impl Shared {
                 continue;
             };
             let mut own = Arguments::default();
-            match self.told(settlement, &hold) {
+            let prior = match (&settlement.verdict, hold.again) {
+                (Verdict::Dead { .. }, true) => self.prior(&hold).await?,
+                _ => None,
+            };
+            match self.told(settlement, &hold, prior) {
                 Ok(told) => match self.write_verdict(&told, &mut own) {
                     Ok(()) => {
                         pokes.push((hold.group.clone(), told.verdict, told.after));
@@ -105,7 +110,7 @@ impl Shared {
             .number(count)
             .append(verdicts);
         let answers = self.link.run(&SETTLE, &arguments).await?.list()?;
-        answers.into_iter().map(|answer| answer.text()).collect()
+        answers.into_iter().map(Read::text).collect()
     }
 
     fn answered(&self, answer: &str) -> Result<()> {
@@ -132,7 +137,12 @@ impl Shared {
         self.tell(events.len(), arguments).await.map(drop)
     }
 
-    fn told<'a>(&self, settlement: Settlement, hold: &'a Hold) -> Result<Told<'a>> {
+    fn told<'a>(
+        &self,
+        settlement: Settlement,
+        hold: &'a Hold,
+        prior: Option<DeadLetter>,
+    ) -> Result<Told<'a>> {
         let Settlement {
             lease,
             verdict,
@@ -167,6 +177,11 @@ impl Shared {
                 told.verdict = "D";
                 let now = self.options.clock.now();
                 let death = Death::new(hold.attempt, hold.failures.clone(), failure, now);
+                let first_seen = prior.as_ref().map(|letter| letter.first_seen_at);
+                let death = match prior {
+                    Some(letter) => death.after(letter.attempts, letter.failures),
+                    None => death,
+                };
                 let last = death.failures.last();
                 if hold.group.record().owner.is_some() {
                     told.reason = given_up(last);
@@ -174,7 +189,7 @@ impl Shared {
                     let (record, attempts) = (&hold.record, death.attempts);
                     told.notice =
                         dead_letter_notice(record, &hold.group.name, attempts, last, death.died_at);
-                    told.letter = Some(self.letter(hold, &death)?);
+                    told.letter = Some(self.letter(hold, &death, first_seen)?);
                 }
             }
         }
@@ -182,7 +197,12 @@ impl Shared {
     }
 
     /// The dead letter: the fields of the specification, then what Everbus knows beside them.
-    fn letter(&self, hold: &Hold, death: &Death) -> Result<(String, wire::Fields)> {
+    fn letter(
+        &self,
+        hold: &Hold,
+        death: &Death,
+        first_seen: Option<Timestamp>,
+    ) -> Result<(String, wire::Fields)> {
         let event = &hold.record.event;
         // What is no document is kept as its bytes.
         let original: Bytes = match encode(event, Dialect::Framework) {
@@ -205,6 +225,8 @@ impl Shared {
         field("group", hold.group.name.as_str().to_owned().into());
         field("position", hold.record.position.to_string().into());
         field("failures", failures.into());
+        let first_seen = first_seen.unwrap_or(death.died_at);
+        field("first_seen", first_seen.to_string().into());
         let dotted = &self.space.types(&hold.key)[0];
         fields.extend(wire::write(event, Dialect::Native, dotted)?);
         Ok((self.space.dead(&hold.key), fields))
@@ -269,7 +291,7 @@ impl Shared {
         let mut answers = Vec::with_capacity(leases.len());
         for (lease, hold) in leases.iter().zip(&holds) {
             let extended = match hold {
-                Some(_) => extended.next().map_or(Ok(String::new()), |a| a.text())? == "1",
+                Some(_) => extended.next().map_or(Ok(String::new()), Read::text)? == "1",
                 None => false,
             };
             answers.push(match extended {

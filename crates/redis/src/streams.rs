@@ -95,10 +95,13 @@ impl Shared {
             if stream.limit.is_none() && stream.max_age.is_none() {
                 continue;
             }
-            let mut wanting = Vec::new();
+            let (mut wanting, mut others) = (Vec::new(), Vec::new());
             for (record, _) in &groups {
-                if record.owner.is_none() && self.space.wanted(key, &record.patterns()?) {
-                    wanting.push(keys::group_name(&record.name));
+                let name = keys::group_name(&record.name);
+                // Nothing waits for an ephemeral group.
+                match record.owner.is_none() && self.space.wanted(key, &record.patterns()?) {
+                    true => wanting.push(name),
+                    false => others.push(name),
                 }
             }
             let most = stream
@@ -113,7 +116,7 @@ impl Shared {
                 .text(key)
                 .number(most)
                 .number(oldest)
-                .list(&wanting);
+                .list(&wanting).list(&others);
             self.link.run(&TRIM, &arguments).await?;
         }
         Ok(())

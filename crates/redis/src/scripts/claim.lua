@@ -28,7 +28,10 @@ end
 if undo ~= '' then
   for _, member in ipairs(redis.call('ZRANGE', LEASE, 0, -1)) do
     local _, _, attempts, by, okey = state_of(member, LEASE)
-    if by == undo then wait_until(g, member, NOW, attempts - 1, okey) end
+    if by == undo then
+      wait_until(g, member, NOW, attempts - 1, okey)
+      promote(g, okey)
+    end
   end
 end
 
@@ -68,6 +71,7 @@ for _, one in ipairs(ended) do
   local before = redis.call('HGET', FAIL, member)
   redis.call('HSET', FAIL, member, before and before .. ',' .. crash or crash)
   wait_until(g, member, NOW, attempts, okey)
+  promote(g, okey)
 end
 
 local out, lost, errors = {}, {}, {}
@@ -78,7 +82,21 @@ local function hand_out(member, key, id, attempts, okey, fields)
   redis.call('HSET', ST, member, state('F', int(token), attempts, tag, okey))
   redis.call('ZREM', DUE, member)
   redis.call('ZADD', LEASE, until_, member)
-  out[#out + 1] = { key, id, int(token), int(attempts), redis.call('HGET', FAIL, member) or '', fields }
+  out[#out + 1] = { key, id, int(token), int(attempts), redis.call('HGET', FAIL, member) or '', fields,
+    redis.call('HGET', P .. 'again:' .. g, member) or '0' }
+end
+
+-- Whether an event of a key must wait: an earlier one is unfinished, or a later one is being handled.
+local function must_wait(member, okey)
+  if okey == '' then return false end
+  for i, other in ipairs(redis.call('ZRANGE', key_set(g, okey), 0, 200)) do
+    local ms, seq, rest = string.match(other, '^0*(%d+)%-0*(%d+)@(.*)$')
+    local theirs = ms .. '-' .. seq .. '@' .. rest
+    if i == 1 and theirs ~= member then return true end
+    local text = theirs ~= member and redis.call('HGET', ST, theirs)
+    if text and string.sub(text, 1, 1) == 'F' then return true end
+  end
+  return false
 end
 
 -- Events that wait and are due.
@@ -94,6 +112,10 @@ while #out < want do
       local entry = not found.err and found[1]
       if not kind then
         -- Nothing is known of it any more.
+      elseif must_wait(member, okey) then
+        redis.call('HSET', ST, member, state('P', '0', attempts, '', okey))
+        redis.call('ZREM', DUE, member)
+        promote(g, okey)
       elseif entry then
         hand_out(member, key, id, attempts + 1, okey, entry[2])
       else

@@ -36,6 +36,23 @@ local function state(kind, token, attempts, tag, okey)
   return kind .. '|' .. token .. '|' .. int(attempts) .. '|' .. tag .. '|' .. okey
 end
 
+-- Events for one group are noted, so that other groups do not count them.
+local function field_of(fields, name)
+  for i = 1, #fields, 2 do
+    if fields[i] == name then return fields[i + 1] end
+  end
+end
+
+local function unread_of_others(key, after, g)
+  local count = 0
+  if g == 'everbus.archive' then return count end
+  for _, noted in ipairs(redis.call('ZRANGEBYLEX', P .. 'addressed:' .. key, '(' .. pad(after) .. '~', '+')) do
+    local _, group = of(noted)
+    if group ~= g then count = count + 1 end
+  end
+  return count
+end
+
 local WAKE = false
 local function wake()
   if WAKE then redis.call('XADD', P .. 'wake', 'MAXLEN', '1', '*', 'w', '1') end
@@ -138,23 +155,6 @@ local function check(event, seen)
   return nil
 end
 
--- Events for one group are noted, so that other groups do not count them.
-local function field_of(fields, name)
-  for i = 1, #fields, 2 do
-    if fields[i] == name then return fields[i + 1] end
-  end
-end
-
-local function unread_of_others(key, after, g)
-  local count = 0
-  if g == 'everbus.archive' then return count end
-  for _, noted in ipairs(redis.call('ZRANGEBYLEX', P .. 'addressed:' .. key, '(' .. pad(after) .. '~', '+')) do
-    local _, group = of(noted)
-    if group ~= g then count = count + 1 end
-  end
-  return count
-end
-
 local function append(event, window)
   if event.same then return { event.same.at, event.same.key, '1' } end
   if event.known then return { event.at, event.key, '1' } end
@@ -176,6 +176,22 @@ local function wait_until(g, member, due, attempts, okey)
   redis.call('ZADD', P .. 'due:' .. g, int(due), member)
 end
 
+-- Lets the first event of a key come, if it stood behind another one.
+local function promote(g, okey)
+  if okey == '' then return end
+  local head = redis.call('ZRANGE', key_set(g, okey), 0, 0)[1]
+  if not head then return end
+  local ms, seq, rest = string.match(head, '^0*(%d+)%-0*(%d+)@(.*)$')
+  local next = ms .. '-' .. seq .. '@' .. rest
+  local text = redis.call('HGET', P .. 'st:' .. g, next)
+  if not text then return end
+  local kind, _, attempts = read_state(text)
+  if kind == 'P' then
+    wait_until(g, next, NOW, attempts, okey)
+    WAKE = true
+  end
+end
+
 -- The group is done with an event: the next one of its key may come.
 local function finish(g, name, member, okey)
   local id, key = of(member)
@@ -184,23 +200,42 @@ local function finish(g, name, member, okey)
   redis.call('ZREM', P .. 'lease:' .. g, member)
   redis.call('ZREM', P .. 'due:' .. g, member)
   redis.call('HDEL', P .. 'fail:' .. g, member)
+  redis.call('HDEL', P .. 'again:' .. g, member)
   if okey ~= '' then
-    local set = key_set(g, okey)
-    redis.call('ZREM', set, pad(id) .. '@' .. key)
-    local head = redis.call('ZRANGE', set, 0, 0)[1]
-    if head then
-      local ms, seq, rest = string.match(head, '^0*(%d+)%-0*(%d+)@(.*)$')
-      local next = ms .. '-' .. seq .. '@' .. rest
-      local text = redis.call('HGET', P .. 'st:' .. g, next)
-      if text then
-        local kind, _, attempts = read_state(text)
-        if kind == 'P' then
-          wait_until(g, next, NOW, attempts, okey)
-          WAKE = true
-        end
-      end
-    end
+    redis.call('ZREM', key_set(g, okey), pad(id) .. '@' .. key)
+    promote(g, okey)
   end
+end
+
+-- An event that a group has finished, or never wanted, is delivered to it once more.
+local function revive(g, name, member, ordered, fields)
+  local id, key = of(member)
+  redis.pcall('XGROUP', 'CREATE', key, name, '$')
+  redis.call('XCLAIM', key, name, 'everbus', 0, id, 'FORCE', 'JUSTID')
+  local okey = ordered and field_of(fields, 'k') or ''
+  redis.call('HSET', P .. 'again:' .. g, member, '1')
+  if okey ~= '' then redis.call('ZADD', key_set(g, okey), 0, pad(id) .. '@' .. key) end
+  wait_until(g, member, NOW, 0, okey)
+  WAKE = true
+end
+
+-- A dead letter that is not open any more is kept apart: it leaves the stream of dead letters.
+local function close_letter(g, member, letter, stamp, by)
+  local id, key = of(letter)
+  local entry = redis.call('XRANGE', key, id, id)[1]
+  if entry then
+    local fields = entry[2]
+    fields[#fields + 1] = 'retried_at'
+    fields[#fields + 1] = stamp
+    fields[#fields + 1] = 'replaced_by'
+    fields[#fields + 1] = by
+    local kept = redis.call('XADD', P .. 'letters', '*', unpack(fields))
+    redis.call('XDEL', key, id)
+    local before = redis.call('HGET', P .. 'old:' .. g, member)
+    if before then redis.call('XDEL', P .. 'letters', before) end
+    redis.call('HSET', P .. 'old:' .. g, member, kept)
+  end
+  redis.call('HDEL', P .. 'dead:' .. g, member)
 end
 
 local function skip(g, member, reason)

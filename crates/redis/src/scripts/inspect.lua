@@ -1,18 +1,21 @@
 -- How a group stands. Arguments: group, its name, number of streams that it wants, those streams.
 -- Answers: in flight, waiting, dead letters, lost, active at; then for each stream: name, how far, unread,
--- in flight, waiting, oldest id that is not finished (or empty).
+-- in flight, waiting, oldest id that is not finished (or empty), dead letters.
 local g, name = arg(), arg()
 local wants = {}
 for _ = 1, num() do wants[arg()] = true end
 local dead = 0
-for _, letter in ipairs(redis.call('SMEMBERS', P .. 'dead:' .. g)) do
+local dead_by_key = {}
+for member, letter in pairs(pairs_of(redis.call('HGETALL', P .. 'dead:' .. g))) do
   local id, key = of(letter)
   local there = redis.pcall('XRANGE', key, id, id)
   if #there > 0 then
     dead = dead + 1
+    local _, stream = of(member)
+    dead_by_key[stream] = (dead_by_key[stream] or 0) + 1
   else
     -- Another program took it out of the stream.
-    redis.call('SREM', P .. 'dead:' .. g, letter)
+    redis.call('HDEL', P .. 'dead:' .. g, member)
   end
 end
 -- A lease that has ended is an event that waits.
@@ -68,7 +71,8 @@ for _, key in ipairs(redis.call('HKEYS', P .. 'streams')) do
     end
     local counts = by_key[key] or { 0, 0 }
     if mine or wants[key] then
-      streams[#streams + 1] = { key, after, tostring(unread), tostring(counts[1]), tostring(counts[2]), oldest }
+      streams[#streams + 1] = { key, after, tostring(unread), tostring(counts[1]), tostring(counts[2]), oldest,
+        tostring(dead_by_key[key] or 0) }
     end
   end
 end

@@ -13,11 +13,14 @@ for _, text in ipairs(redis.call('HVALS', P .. 'st:' .. g)) do
   local _, _, _, _, okey = read_state(text)
   if okey ~= '' then redis.call('DEL', key_set(g, okey)) end
 end
-for _, letter in ipairs(redis.call('SMEMBERS', P .. 'dead:' .. g)) do
+for _, letter in ipairs(redis.call('HVALS', P .. 'dead:' .. g)) do
   local id, key = of(letter)
   redis.pcall('XDEL', key, id)
 end
-for _, part in ipairs({ 'st:', 'lease:', 'due:', 'fail:', 'inbox:', 'dead:' }) do
+for _, letter in ipairs(redis.call('HVALS', P .. 'old:' .. g)) do
+  redis.pcall('XDEL', P .. 'letters', letter)
+end
+for _, part in ipairs({ 'st:', 'lease:', 'due:', 'fail:', 'inbox:', 'dead:', 'old:', 'again:' }) do
   redis.call('DEL', P .. part .. g)
 end
 WAKE = true

@@ -55,16 +55,23 @@ for i = 1, n do
       local before = redis.call('HGET', P .. 'fail:' .. g, member)
       redis.call('HSET', P .. 'fail:' .. g, member, before and before .. ',' .. failure or failure)
       wait_until(g, member, NOW + delay, attempts, okey)
+      promote(g, okey)
       if delay == 0 then WAKE = true end
     else
       wait_until(g, member, NOW + delay, attempts - 1, okey)
+      promote(g, okey)
       if delay == 0 then WAKE = true end
     end
     if verdict == 'S' then skip(g, member, reason) end
     if verdict == 'D' then
       if dlq ~= '' then
         local letter_id = redis.call('XADD', dlq, '*', unpack(letter))
-        redis.call('SADD', P .. 'dead:' .. g, letter_id .. '@' .. dlq)
+        redis.call('HSET', P .. 'dead:' .. g, member, letter_id .. '@' .. dlq)
+        local before = redis.call('HGET', P .. 'old:' .. g, member)
+        if before then
+          redis.call('XDEL', P .. 'letters', before)
+          redis.call('HDEL', P .. 'old:' .. g, member)
+        end
       else
         skip(g, member, reason)
       end
