@@ -163,6 +163,7 @@ impl Broker for Redis {
             shared.be_alive().await?;
             shared.start_tasks();
             let consumer = RedisConsumer::start(shared.clone(), known, options);
+            shared.tell_handlers().await?;
             Ok(Box::new(consumer) as Box<dyn Consumer>)
         })
     }

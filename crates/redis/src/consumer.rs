@@ -53,7 +53,8 @@ pub(crate) struct Inner {
     pub(crate) shared: Arc<Shared>,
     pub(crate) group: Arc<Group>,
     pub(crate) number: u64,
-    lease: Duration,
+    pub(crate) lease: Duration,
+    pub(crate) no_handler_after: Duration,
     desk: Mutex<Desk>,
     changed: Notify,
 }
@@ -77,6 +78,8 @@ struct Desk {
     look: Instant,
     /// The stream that the next claim begins with.
     first: usize,
+    /// When events without a handler are looked for.
+    orphans: Instant,
 }
 
 pub(crate) struct RedisConsumer {
@@ -100,10 +103,12 @@ impl RedisConsumer {
             claims: 0,
             look: Instant::now(),
             first: 0,
+            orphans: Instant::now(),
         };
         let inner = Arc::new(Inner {
             number: shared.number(),
             lease: options.lease,
+            no_handler_after: options.no_handler_after,
             desk: Mutex::new(desk),
             changed: Notify::new(),
             group,
@@ -129,6 +134,21 @@ impl Inner {
             desk.look = desk.look.min(Instant::now() + after);
         }
         self.changed.notify_waiters();
+    }
+
+    /// The patterns that it has handlers for; none once it has ended.
+    pub(crate) fn handled(&self) -> Option<Arc<[Pattern]>> {
+        let desk = self.desk.lock();
+        (!desk.ended).then(|| desk.handled.clone())
+    }
+
+    fn is_time_for_orphans(&self) -> bool {
+        let mut desk = self.desk.lock();
+        let is_time = desk.orphans <= Instant::now();
+        if is_time {
+            desk.orphans = Instant::now() + LOOK / 2;
+        }
+        is_time
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut Desk) -> T) -> T {
@@ -239,7 +259,7 @@ impl Inner {
     }
 
     /// Claims and sorts out what is not for this process.
-    async fn claim_now(&self, want: usize) -> Result<Vec<Item>> {
+    async fn claim_now(self: &Arc<Self>, want: usize) -> Result<Vec<Item>> {
         for _ in 0..20 {
             let registry = self.shared.registry();
             let known = self.group.known();
@@ -316,6 +336,9 @@ impl Inner {
                 let (group, error) = (&self.group.name, error.text()?);
                 tracing::error!(target: "everbus::redis", %group, %error, "a stream cannot be read");
             }
+            if claimed.is_empty() && self.is_time_for_orphans() {
+                self.bury_orphans(&registry, &known.patterns, &handled, &tag).await?;
+            }
             return self.sort(claimed, &registry, &handled, came).await;
         }
         Err(Error::new(
@@ -378,7 +401,12 @@ impl Inner {
         Ok(items)
     }
 
-    fn item(&self, value: Value, registry: &Registry, came: Instant) -> Result<(Item, u32)> {
+    pub(crate) fn item(
+        &self,
+        value: Value,
+        registry: &Registry,
+        came: Instant,
+    ) -> Result<(Item, u32)> {
         let mut parts = value.list()?.into_iter();
         let mut part = || parts.next().unwrap_or(Value::Nil);
         let (key, id) = (part().text()?, part().text()?);
@@ -446,7 +474,7 @@ impl Inner {
         self.group.poke(Duration::ZERO);
     }
 
-    fn deliver(self: &Arc<Self>, item: Item) -> Delivery {
+    pub(crate) fn deliver(self: &Arc<Self>, item: Item) -> Delivery {
         let words = [self.group.number, item.token];
         let lease = Lease::new(item.record.position, words).with_text(item.member.clone());
         let hold = Hold {

@@ -25,7 +25,8 @@
 //! - Ids are known for a window (ten minutes by default).
 //! - Streams that only other programs write are found by groups that name their type, or that are declared; a
 //!   wildcard finds streams that Everbus has seen.
-//! - An event that no process has a handler for waits in its stream.
+//! - An event that no process has a handler for is a dead letter in the end (`orphans`); one that failed before, and has
+//!   no handler any more, waits.
 //! - Another program that trims a stream (`MAXLEN`) or deletes entries may take events that a group has yet to
 //!   read. Events that were being handled are reported as lost, in the log and by `inspect`.
 //! - Entries of other programs have no ordering key.
@@ -48,6 +49,7 @@ mod inspect;
 mod keys;
 mod kv;
 mod log;
+mod orphans;
 mod redeliver;
 mod registry;
 mod scripts;

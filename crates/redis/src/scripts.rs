@@ -38,6 +38,8 @@ scripts! {
     TRIM = "scripts/trim.lua";
     /// Skips the oldest events of a group.
     DROP = "scripts/drop.lua";
+    /// Hands out events that no process handles.
+    ORPHANS = "scripts/orphans.lua";
     /// A page of dead letters.
     LETTERS = "scripts/letters.lua";
     /// Delivers events to a group once more.

@@ -220,6 +220,7 @@ async fn beat(shared: Weak<Shared>) {
             }
         };
         note("the sign of life", shared.be_alive().await);
+        note("the handlers", shared.tell_handlers().await);
         if upkept.elapsed() >= UPKEEP {
             upkept = Instant::now();
             note("removing ephemeral groups", shared.remove_orphans().await);

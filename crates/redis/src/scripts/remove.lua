@@ -20,7 +20,7 @@ end
 for _, letter in ipairs(redis.call('HVALS', P .. 'old:' .. g)) do
   redis.pcall('XDEL', P .. 'letters', letter)
 end
-for _, part in ipairs({ 'st:', 'lease:', 'due:', 'fail:', 'inbox:', 'dead:', 'old:', 'again:' }) do
+for _, part in ipairs({ 'st:', 'lease:', 'due:', 'fail:', 'inbox:', 'dead:', 'old:', 'again:', 'orphans:', 'handlers:' }) do
   redis.call('DEL', P .. part .. g)
 end
 WAKE = true
