@@ -63,6 +63,7 @@ impl Shared {
         match (why, id) {
             ("reused", Some(id)) => reused(&id.to_string()),
             ("reused", None) => reused(detail.split('@').next().unwrap_or(detail)),
+            ("failed", _) => errors::of_text(&self.link.server, detail),
             _ => errors::wrong_type(&self.link.server, detail),
         }
     }

@@ -93,6 +93,25 @@ impl Address {
     }
 }
 
+/// Keys of the engine, which begin like those of a space.
+const OWN_NAMES: &[&str] = &[
+    "st",
+    "lease",
+    "due",
+    "fail",
+    "inbox",
+    "dead",
+    "old",
+    "again",
+    "key",
+    "kv",
+    "id",
+    "owner",
+    "orphans",
+    "handlers",
+    "addressed",
+    "notalone",
+];
 const HINT: &str =
     "write it as redis://host:6379, redis://user:password@host:6379/0/space or rediss://host:6379";
 
@@ -154,6 +173,9 @@ pub(crate) fn parse(url: &str) -> Result<Address> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
     if space.len() > 32 || !space.chars().all(fits) {
         return bad("the space after the database is not up to 32 letters, digits, - and _");
+    }
+    if OWN_NAMES.contains(&space) {
+        return bad("this space has the name of a key that the engine has itself");
     }
     Ok(Address {
         host: host.to_owned(),

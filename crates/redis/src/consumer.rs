@@ -40,7 +40,7 @@ const LEFT: Duration = Duration::from_secs(5);
 pub(crate) struct Item {
     key: Arc<str>,
     member: Arc<str>,
-    token: u64,
+    proof: Arc<str>,
     record: Arc<Recorded>,
     attempt: u32,
     failures: Vec<Failure>,
@@ -71,8 +71,8 @@ struct Desk {
     settled: usize,
     /// How long the last claim took.
     step: Duration,
-    /// The tag of a claim whose answer was lost.
-    undo: String,
+    /// The tags of claims whose answers were lost.
+    undo: Vec<String>,
     claims: u64,
     /// When to claim again.
     look: Instant,
@@ -99,7 +99,7 @@ impl RedisConsumer {
             window: Window::new(options.concurrency),
             settled: 0,
             step: Duration::from_millis(1),
-            undo: String::new(),
+            undo: Vec::new(),
             claims: 0,
             look: Instant::now(),
             first: 0,
@@ -275,18 +275,19 @@ impl Inner {
             due.retain(|key| space.wanted(key, &handled));
             let mut new = due.clone();
             new.retain(|key| space.wanted(key, &known.patterns));
-            if !new.is_empty() {
-                let middle = turn % new.len();
-                new.rotate_left(middle);
+            // Each stream has its turn at being the first.
+            for keys in [&mut due, &mut new] {
+                let middle = turn.checked_rem(keys.len()).unwrap_or(0);
+                keys.rotate_left(middle);
             }
             let mut arguments = Arguments::default();
             arguments
                 .text(self.group.name.as_str())
                 .text(self.group.on_server())
-                .number(known.revision)
-                .number(registry.version)
+                .text(&known.revision)
+                .text(&registry.version)
                 .text(&tag)
-                .text(&undo)
+                .list(&undo)
                 .number(want)
                 .millis(self.lease)
                 .number(self.shared.options.clock.now())
@@ -298,7 +299,7 @@ impl Inner {
                 Ok(answer) => answer,
                 Err(error) => {
                     if error.outcome_unknown() {
-                        self.desk.lock().undo = tag;
+                        self.desk.lock().undo.push(tag);
                     }
                     return Err(error);
                 }
@@ -321,7 +322,7 @@ impl Inner {
             let wait = part().text()?;
             {
                 let mut desk = self.desk.lock();
-                desk.undo.clear();
+                desk.undo.retain(|tag| !undo.contains(tag));
                 let wait = wait.parse().map_or(LOOK, Duration::from_millis).min(LOOK);
                 desk.look = match claimed.is_empty() {
                     true => desk.look.min(Instant::now() + wait),
@@ -337,9 +338,10 @@ impl Inner {
                 tracing::error!(target: "everbus::redis", %group, %error, "a stream cannot be read");
             }
             if claimed.is_empty() && self.is_time_for_orphans() {
-                self.bury_orphans(&registry, &known.patterns, &handled, &tag).await?;
+                self.bury_orphans(&registry, &known.patterns, &handled, &tag)
+                    .await?;
             }
-            return self.sort(claimed, &registry, &handled, came).await;
+            return self.sort(claimed, &registry, &handled, &tag, came).await;
         }
         Err(Error::new(
             Code::Busy,
@@ -352,12 +354,13 @@ impl Inner {
         claimed: Vec<Value>,
         registry: &Registry,
         handled: &[Pattern],
+        tag: &str,
         came: Instant,
     ) -> Result<Vec<Item>> {
         let mut items = Vec::with_capacity(claimed.len());
         let (mut passed, mut left) = (Vec::new(), Vec::new());
         for value in claimed {
-            let (item, times) = self.item(value, registry, came)?;
+            let (item, times) = self.item(value, registry, tag, came)?;
             let event = &item.record.event;
             let event_type = event.event_type();
             let known = self.group.known();
@@ -373,9 +376,9 @@ impl Inner {
                 || known.record.since.is_some_and(early)
                 || (first || !handles) && !item.again && unwanted();
             if passes {
-                passed.push((item.member, item.token));
+                passed.push((item.member, item.proof));
             } else if !handles {
-                left.push((item.member, item.token));
+                left.push((item.member, item.proof));
             } else {
                 items.push(item);
             }
@@ -384,10 +387,10 @@ impl Inner {
         items.sort_by_key(|item| item.record.position.place());
         let done = passed
             .into_iter()
-            .map(|(member, token)| (member, token, None));
+            .map(|(member, proof)| (member, proof, None));
         let later = left
             .into_iter()
-            .map(|(member, token)| (member, token, Some(LEFT)));
+            .map(|(member, proof)| (member, proof, Some(LEFT)));
         let aside: Vec<_> = done.chain(later).collect();
         if !aside.is_empty() {
             if items.is_empty() {
@@ -405,6 +408,7 @@ impl Inner {
         &self,
         value: Value,
         registry: &Registry,
+        tag: &str,
         came: Instant,
     ) -> Result<(Item, u32)> {
         let mut parts = value.list()?.into_iter();
@@ -435,7 +439,7 @@ impl Inner {
         let item = Item {
             member: format!("{id}@{key}").into(),
             key: key.into(),
-            token,
+            proof: format!("{token}|{tag}").into(),
             record: Arc::new(Recorded::new(read.event, position, read.received_at)),
             attempt,
             failures,
@@ -466,7 +470,7 @@ impl Inner {
         }
         let items: Vec<_> = items
             .into_iter()
-            .map(|item| (item.member, item.token, Some(Duration::ZERO)))
+            .map(|item| (item.member, item.proof, Some(Duration::ZERO)))
             .collect();
         if let Err(error) = self.shared.put_aside(&self.group, &items).await {
             tracing::debug!(target: "everbus::redis", group = %self.group.name, %error, "giving events back");
@@ -475,7 +479,9 @@ impl Inner {
     }
 
     pub(crate) fn deliver(self: &Arc<Self>, item: Item) -> Delivery {
-        let words = [self.group.number, item.token];
+        // Not the token of the server: that may come again after the server has lost some.
+        let number = self.shared.number();
+        let words = [self.group.number, number];
         let lease = Lease::new(item.record.position, words).with_text(item.member.clone());
         let hold = Hold {
             group: self.group.clone(),
@@ -483,13 +489,14 @@ impl Inner {
             number: self.number,
             key: item.key,
             member: item.member,
+            proof: item.proof,
             record: item.record.clone(),
             attempt: item.attempt,
             failures: item.failures.clone(),
             again: item.again,
             until: item.came + self.lease,
         };
-        self.shared.held.hold(item.token, hold);
+        self.shared.held.hold(number, hold);
         Delivery::new(item.record, lease)
             .after(item.attempt, item.failures)
             .retried(item.again)

@@ -11,8 +11,8 @@ use bytes::Bytes;
 use everbus_core::dead_letters::{MAX_PAGE, check_replacement, last_handler, not_open};
 use everbus_core::{
     Appended, BoxFuture, DeadLetter, DeadLetterFilter, DeadLetterKey, DeadLetterPage,
-    DeadLetterTally, DeadLetters, Event, EventId, GroupName, PageRequest, PurgeBasis,
-    Purged, Recorded, Replaced, Result, Timestamp,
+    DeadLetterTally, DeadLetters, Event, EventId, GroupName, PageRequest, PurgeBasis, Purged,
+    Recorded, Replaced, Result, Timestamp,
 };
 use everbus_core::{LETTER_PURGED, no_group};
 use everbus_dialects::Dialect;
@@ -39,7 +39,11 @@ impl Found {
     /// Newest event first.
     fn order(&self) -> (Reverse<u64>, &str, &str) {
         let position = self.letter.record.position;
-        (Reverse(position.place()), position.shard().name(), self.letter.group.as_str())
+        (
+            Reverse(position.place()),
+            position.shard().name(),
+            self.letter.group.as_str(),
+        )
     }
 }
 
@@ -50,8 +54,18 @@ impl Shared {
         let mut cursor = "0".to_owned();
         loop {
             let mut arguments = Arguments::default();
-            arguments.text(group).text(which).text(&cursor).number(STEP).text("");
-            let mut answer = self.link.run(&LETTERS, &arguments).await?.list()?.into_iter();
+            arguments
+                .text(group)
+                .text(which)
+                .text(&cursor)
+                .number(STEP)
+                .text("");
+            let mut answer = self
+                .link
+                .run(&LETTERS, &arguments)
+                .await?
+                .list()?
+                .into_iter();
             let mut part = || answer.next().unwrap_or(Value::Nil);
             cursor = part().text()?;
             for letter in part().list()? {
@@ -70,12 +84,19 @@ impl Shared {
     /// The earlier letter of an event that was retried.
     pub(crate) async fn prior(&self, hold: &Hold) -> Result<Option<DeadLetter>> {
         let mut arguments = Arguments::default();
-        arguments.text(hold.group.name.as_str()).text("old").text("0").number(1);
+        arguments
+            .text(hold.group.name.as_str())
+            .text("old")
+            .text("0")
+            .number(1);
         arguments.text(&hold.member);
         let answer = self.link.run(&LETTERS, &arguments).await?.list()?;
         let letters = answer.into_iter().nth(1).unwrap_or(Value::Nil).list()?;
         let letter = letters.into_iter().next();
-        Ok(letter.map(|letter| self.found(letter)).transpose()?.map(|found| found.letter))
+        Ok(letter
+            .map(|letter| self.found(letter))
+            .transpose()?
+            .map(|found| found.letter))
     }
 
     fn found(&self, value: Value) -> Result<Found> {
@@ -123,12 +144,19 @@ impl Shared {
     async fn open_letters(&self, filter: &DeadLetterFilter) -> Result<Vec<Found>> {
         let mut all = Vec::new();
         for (record, _) in self.load_groups().await? {
-            let other = filter.group.as_ref().is_some_and(|g| g.as_str() != record.name);
+            let other = filter
+                .group
+                .as_ref()
+                .is_some_and(|g| g.as_str() != record.name);
             if record.owner.is_some() || other {
                 continue;
             }
             let letters = self.letters_of(&record.name, "dead").await?;
-            all.extend(letters.into_iter().filter(|found| filter.matches(&found.letter)));
+            all.extend(
+                letters
+                    .into_iter()
+                    .filter(|found| filter.matches(&found.letter)),
+            );
         }
         all.sort_by(|a, b| a.order().cmp(&b.order()));
         Ok(all)
@@ -143,7 +171,10 @@ impl Shared {
         let mut rest = letters.as_slice();
         while let Some(first) = rest.first() {
             let group = &first.letter.group;
-            let same = rest.iter().take(STEP).take_while(|found| found.letter.group == *group);
+            let same = rest
+                .iter()
+                .take(STEP)
+                .take_while(|found| found.letter.group == *group);
             let (step, later) = rest.split_at(same.count());
             rest = later;
             let Some((record, _)) = self.load_group(group.as_str()).await? else {
@@ -160,7 +191,14 @@ impl Shared {
             for found in step {
                 arguments.text(&found.member).text("0");
             }
-            for (answer, found) in self.link.run(&REVIVE, &arguments).await?.list()?.into_iter().zip(step) {
+            for (answer, found) in self
+                .link
+                .run(&REVIVE, &arguments)
+                .await?
+                .list()?
+                .into_iter()
+                .zip(step)
+            {
                 match answer.text()?.as_str() {
                     "queued" => retried += 1,
                     "gone" => {
@@ -192,7 +230,10 @@ impl Shared {
             return Err(no_group(&key.group));
         };
         let event_type = corrected.event_type();
-        let wants = record.patterns()?.iter().any(|pattern| pattern.matches(event_type));
+        let wants = record
+            .patterns()?
+            .iter()
+            .any(|pattern| pattern.matches(event_type));
         let mut arguments = Arguments::default();
         arguments
             .text(key.group.as_str())
@@ -204,7 +245,12 @@ impl Shared {
             .number(corrected.id())
             .millis(self.options.window);
         self.write_event(&corrected, &mut arguments)?;
-        let mut answer = self.link.run(&REPLACE, &arguments).await?.list()?.into_iter();
+        let mut answer = self
+            .link
+            .run(&REPLACE, &arguments)
+            .await?
+            .list()?
+            .into_iter();
         let mut part = || answer.next().unwrap_or(Value::Nil).text();
         let (said, id, stream) = (part()?, part()?, part()?);
         match said.as_str() {
@@ -242,7 +288,10 @@ impl Shared {
                 }
             }
             let mut arguments = Arguments::default();
-            arguments.text(letter.group.as_str()).text(LETTER_PURGED).number(1);
+            arguments
+                .text(letter.group.as_str())
+                .text(LETTER_PURGED)
+                .number(1);
             arguments.text(&found.member).list(&wanting);
             let answer = self.link.run(&PURGE, &arguments).await?.list()?;
             let answer = answer.into_iter().next().unwrap_or(Value::Nil).text()?;
@@ -384,4 +433,3 @@ impl DeadLetters for Redis {
         })
     }
 }
-

@@ -24,8 +24,6 @@ struct Join {
     dialect: Dialect,
     /// After this id.
     start: EntryId,
-    /// Also if the server has a group of this name there.
-    set: bool,
 }
 
 impl Shared {
@@ -43,7 +41,7 @@ impl Shared {
                     if let Some(owner) = &record.owner
                         && !self.is_alive(owner).await?
                     {
-                        self.remove(&record.name, Some(revision)).await?;
+                        self.remove(&record.name, Some(&revision)).await?;
                         continue;
                     }
                     let same = match &record.owner {
@@ -53,7 +51,7 @@ impl Shared {
                     spec.check_known(record.ordered, same)?;
                     (record, revision)
                 }
-                None => (self.new_record(&spec)?, 0),
+                None => (self.new_record(&spec)?, "0".to_owned()),
             };
             let old = record.patterns()?;
             let has = |name: &str, record: &Record| {
@@ -83,7 +81,7 @@ impl Shared {
                     subscription.after = position.to_string();
                 }
             }
-            let Some(revision) = self.save(&record, revision, &registry, &joins).await? else {
+            let Some(revision) = self.save(&record, &revision, &registry, &joins).await? else {
                 continue;
             };
             if !joins.is_empty() {
@@ -138,7 +136,7 @@ impl Shared {
         if keys.is_empty() {
             return Ok(Vec::new());
         }
-        let (ends, _) = self.ends(&keys).await?;
+        let ends = self.ends(&keys).await?;
         let newest = match start {
             Some(StartFrom::Last) => self.newest(&keys).await?,
             _ => None,
@@ -155,25 +153,23 @@ impl Shared {
                 },
                 Some(StartFrom::New) | None => end,
             },
-            set: start.is_none(),
             key,
         });
         Ok(joins.collect())
     }
 
-    /// The last id of each stream, and the version of the registry.
-    pub(crate) async fn ends(&self, keys: &[String]) -> Result<(Vec<EntryId>, u64)> {
+    /// The last id of each stream.
+    pub(crate) async fn ends(&self, keys: &[String]) -> Result<Vec<EntryId>> {
         let mut arguments = Arguments::default();
         for key in keys {
             arguments.text(key);
         }
-        let mut answers = self.link.run(&LAST, &arguments).await?.list()?;
-        let version = answers.pop().unwrap_or(Value::Nil).number()?;
+        let answers = self.link.run(&LAST, &arguments).await?.list()?;
         let ids = answers.into_iter().map(|id| {
             let id = id.text()?;
             EntryId::parse(&id).ok_or_else(|| errors::unreadable("the last id of a stream"))
         });
-        Ok((ids.collect::<Result<_>>()?, version))
+        ids.collect()
     }
 
     /// The newest event of these streams.
@@ -196,37 +192,36 @@ impl Shared {
         Ok(newest)
     }
 
-    /// Stores a record in place of the revision that was read; 0 if there was none. `None` if another process was
+    /// Stores a record in place of the revision that was read; `0` if there was none. `None` if another process was
     /// faster, or if a stream has appeared.
     async fn save(
         &self,
         record: &Record,
-        revision: u64,
+        revision: &str,
         registry: &Registry,
         joins: &[Join],
-    ) -> Result<Option<u64>> {
+    ) -> Result<Option<String>> {
         let json = serde_json::to_string(record)
             .map_err(|e| Error::new(Code::Internal, format!("a group cannot be written: {e}")))?;
         let mut arguments = Arguments::default();
         arguments
             .text(&record.name)
             .text(keys::group_name(&record.name))
-            .number(revision)
+            .text(revision)
             .owned(json)
-            .number(registry.version)
+            .text(&registry.version)
             .number(joins.len());
         for join in joins {
             arguments
                 .text(&join.key)
                 .text(join.dialect.as_str())
-                .number(join.start)
-                .text(if join.set { "set" } else { "keep" });
+                .number(join.start);
         }
         let answer = self.link.run(&DECLARE, &arguments).await?.text()?;
         let mut words = answer.splitn(2, ' ');
         match (words.next(), words.next()) {
             (Some("ok"), Some(numbers)) => {
-                let revision = numbers.split(' ').next().and_then(|n| n.parse().ok());
+                let revision = numbers.split(' ').next().map(str::to_owned);
                 revision
                     .map(Some)
                     .ok_or_else(|| errors::unreadable("the revision of a group"))
@@ -247,7 +242,7 @@ impl Shared {
                 break;
             };
             record.subscriptions.retain(|s| s.id != id);
-            if let Some(revision) = self.save(&record, revision, &registry, &[]).await? {
+            if let Some(revision) = self.save(&record, &revision, &registry, &[]).await? {
                 return self.remember(record, revision).map(drop);
             }
         }
@@ -263,13 +258,10 @@ impl Shared {
     }
 
     /// Removes a group with everything that it has. False if there is none, or none of this revision.
-    pub(crate) async fn remove(&self, name: &str, revision: Option<u64>) -> Result<bool> {
+    pub(crate) async fn remove(&self, name: &str, revision: Option<&str>) -> Result<bool> {
         let mut arguments = Arguments::default();
         arguments.text(name).text(keys::group_name(name));
-        match revision {
-            Some(revision) => arguments.number(revision),
-            None => arguments.text(""),
-        };
+        arguments.text(revision.unwrap_or_default());
         let removed = self.link.run(&REMOVE, &arguments).await?.text()? == "1";
         let gone = self.groups.lock().remove(&name.parse()?);
         if let Some(group) = gone {

@@ -83,6 +83,9 @@ pub(crate) async fn check(link: &Link, options: &Options) -> Result<(Grade, u64)
             );
             Durability::Memory
         }
+        (true, Some("always")) if set("no-appendfsync-on-rewrite") == Some("yes") => {
+            Durability::Process
+        }
         (true, Some("always")) => Durability::PowerLoss,
         (true, Some(fsync)) => {
             let advice = match fsync {
@@ -101,6 +104,13 @@ pub(crate) async fn check(link: &Link, options: &Options) -> Result<(Grade, u64)
             Durability::Process
         }
     };
+    if aof && set("no-appendfsync-on-rewrite") == Some("yes") {
+        weak(
+            "no-appendfsync-on-rewrite",
+            "yes",
+            "while the file is rewritten, writes are not synced; set no-appendfsync-on-rewrite no",
+        );
+    }
     let replicas = told("connected_slaves");
     if replicas == "0" || replicas.is_empty() {
         weak(
@@ -132,6 +142,7 @@ async fn settings(link: &Link) -> HashMap<String, String> {
         "maxmemory",
         "maxmemory-policy",
         "min-replicas-to-write",
+        "no-appendfsync-on-rewrite",
         "proto-max-bulk-len",
     ];
     let mut settings = HashMap::new();

@@ -69,6 +69,11 @@ pub(crate) fn of_word(server: &str, word: &str, detail: &str) -> Error {
              @sortedset, @set, @string and @scripting",
         ),
         "WRONGTYPE" => wrong_type(server, detail),
+        "AHEAD" => new(
+            Code::InvalidSetting,
+            &format!("a stream has an id far in the future, and takes no more events: {detail}"),
+            "another program wrote that id: delete the entry, and set the last id of the stream (XSETID)",
+        ),
         "MOVED" | "ASK" | "CROSSSLOT" | "CLUSTERDOWN" => new(
             Code::Unsupported,
             "the server is part of a cluster, which this engine does not support",
@@ -79,6 +84,7 @@ pub(crate) fn of_word(server: &str, word: &str, detail: &str) -> Error {
             &format!("the connection cannot be made: {detail}"),
             "check scheme, TLS and certificates; rediss:// is for servers with TLS",
         ),
+        "ERR" if detail.contains("ACL failure") => of_word(server, "NOPERM", detail),
         "ERR" if detail.contains("max number of clients") => new(
             Code::Unavailable,
             "the server has as many clients as it takes",
@@ -103,6 +109,13 @@ pub(crate) fn of_word(server: &str, word: &str, detail: &str) -> Error {
         }
         word => Error::new(Code::Internal, what(&format!("{word} {detail}"))),
     }
+}
+
+/// The error for a refusal in the words of the server: `OOM command not allowed …`.
+pub(crate) fn of_text(server: &str, text: &str) -> Error {
+    let text = text.trim_start_matches('-');
+    let (word, detail) = text.split_once(' ').unwrap_or((text, ""));
+    of_word(server, word, detail)
 }
 
 /// A key of another type stands where a stream should be.

@@ -74,12 +74,17 @@ pub(crate) struct Group {
 #[derive(Clone)]
 pub(crate) struct Known {
     pub(crate) record: Arc<Record>,
-    pub(crate) revision: u64,
+    pub(crate) revision: String,
     pub(crate) patterns: Arc<[Pattern]>,
 }
 
 impl Group {
-    pub(crate) fn new(name: GroupName, number: u64, record: Record, revision: u64) -> Result<Self> {
+    pub(crate) fn new(
+        name: GroupName,
+        number: u64,
+        record: Record,
+        revision: String,
+    ) -> Result<Self> {
         let known = Known {
             patterns: record.patterns()?.into(),
             record: Arc::new(record),
@@ -106,17 +111,14 @@ impl Group {
         keys::group_name(self.name.as_str())
     }
 
-    /// Takes over a newer record. An older one, which was read before the newer one, is ignored.
-    fn update(&self, record: Record, revision: u64) -> Result<()> {
+    /// Takes over the record that was read last. If it was an older one, the next claim says so.
+    fn update(&self, record: Record, revision: String) -> Result<()> {
         let patterns = record.patterns()?.into();
-        let mut known = self.known.write();
-        if revision > known.revision {
-            *known = Known {
-                record: Arc::new(record),
-                revision,
-                patterns,
-            };
-        }
+        *self.known.write() = Known {
+            record: Arc::new(record),
+            revision,
+            patterns,
+        };
         Ok(())
     }
 
@@ -133,10 +135,10 @@ impl Group {
     }
 }
 
-fn parse(name: &str, text: &str) -> Result<(Record, u64)> {
+fn parse(name: &str, text: &str) -> Result<(Record, String)> {
     let read = |text: &str| {
         let (revision, json) = text.split_once('\n')?;
-        Some((serde_json::from_str(json).ok()?, revision.parse().ok()?))
+        Some((serde_json::from_str(json).ok()?, revision.to_owned()))
     };
     read(text).ok_or_else(|| {
         let what = format!("the record of the group {name:?} cannot be read");
@@ -146,7 +148,7 @@ fn parse(name: &str, text: &str) -> Result<(Record, u64)> {
 
 impl Shared {
     /// The record of a group with its revision, if there is one.
-    pub(crate) async fn load_group(&self, name: &str) -> Result<Option<(Record, u64)>> {
+    pub(crate) async fn load_group(&self, name: &str) -> Result<Option<(Record, String)>> {
         let mut get = redis::cmd("HGET");
         get.arg(self.space.own("groups")).arg(name);
         let text = self.link.ask(&get).await?.text()?;
@@ -157,7 +159,7 @@ impl Shared {
     }
 
     /// All groups, by name.
-    pub(crate) async fn load_groups(&self) -> Result<Vec<(Record, u64)>> {
+    pub(crate) async fn load_groups(&self) -> Result<Vec<(Record, String)>> {
         let mut get = redis::cmd("HGETALL");
         get.arg(self.space.own("groups"));
         let flat = self.link.ask(&get).await?.list()?;
@@ -183,7 +185,7 @@ impl Shared {
     }
 
     /// The group of a record that was just read or written.
-    pub(crate) fn remember(&self, record: Record, revision: u64) -> Result<Arc<Group>> {
+    pub(crate) fn remember(&self, record: Record, revision: String) -> Result<Arc<Group>> {
         let name: GroupName = record.name.parse()?;
         let mut groups = self.groups.lock();
         if let Some(group) = groups.get(&name)

@@ -21,6 +21,8 @@ pub(crate) struct Hold {
     pub(crate) key: Arc<str>,
     /// The event on the server: id and stream.
     pub(crate) member: Arc<str>,
+    /// The token of the hand-out, and the tag of its claim.
+    pub(crate) proof: Arc<str>,
     pub(crate) record: Arc<Recorded>,
     pub(crate) attempt: u32,
     pub(crate) failures: Vec<Failure>,
@@ -29,7 +31,7 @@ pub(crate) struct Hold {
     pub(crate) until: Instant,
 }
 
-/// Deliveries by their token, which the server gives out once.
+/// Deliveries by a number of this process.
 #[derive(Default)]
 pub(crate) struct Held {
     inner: Mutex<Inside>,
@@ -69,7 +71,8 @@ impl Held {
     pub(crate) fn find(&self, lease: &Lease) -> Option<Hold> {
         let inside = self.inner.lock();
         let hold = inside.holds.get(&token(lease))?;
-        (hold.group.number == lease.words()[0]).then(|| hold.clone())
+        let same = hold.group.number == lease.words()[0] && lease.text() == Some(&hold.member);
+        same.then(|| hold.clone())
     }
 
     pub(crate) fn extend(&self, lease: &Lease, by: Duration) {

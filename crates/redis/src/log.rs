@@ -25,7 +25,7 @@ impl Shared {
     async fn head(&self) -> Result<Cursor> {
         let registry = self.load_registry().await?;
         let keys: Vec<String> = registry.streams.keys().cloned().collect();
-        let (ends, _) = self.ends(&keys).await?;
+        let ends = self.ends(&keys).await?;
         let mut cursor = Cursor::START;
         for (key, end) in keys.iter().zip(ends) {
             cursor.advance(end.position(self.space.shard(key)?));
@@ -105,7 +105,7 @@ impl Shared {
             let shard = self.space.shard(key)?;
             let from = after.place(shard);
             if !self.space.wanted(key, patterns) {
-                let (ends, _) = self.ends(std::slice::from_ref(key)).await?;
+                let ends = self.ends(std::slice::from_ref(key)).await?;
                 for end in ends {
                     reached.advance(end.position(shard));
                 }

@@ -6,9 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use everbus_core::{
-    Failure, FailureKind, GroupName, Pattern, Result, Settlement, Verdict,
-};
+use everbus_core::{Failure, FailureKind, GroupName, Pattern, Result, Settlement, Verdict};
 
 use crate::broker::Shared;
 use crate::client::{Arguments, Read as _};
@@ -99,7 +97,7 @@ impl Inner {
         let orphans = shared.link.run(&ORPHANS, &arguments).await?.list()?;
         let mut settlements = Vec::with_capacity(orphans.len());
         for value in orphans {
-            let (item, _) = self.item(value, registry, came)?;
+            let (item, _) = self.item(value, registry, tag, came)?;
             let delivery = self.deliver(item);
             let event = &delivery.record.event;
             let event_type = event.event_type();
@@ -116,7 +114,9 @@ impl Inner {
         }
         if !settlements.is_empty() {
             for answer in shared.settle(settlements).await? {
-                answer?;
+                if let Err(error) = answer {
+                    tracing::warn!(target: "everbus::redis", group = %self.group.name, %error, "an event without a handler could not be dead-lettered");
+                }
             }
         }
         Ok(())

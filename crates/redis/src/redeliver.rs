@@ -38,7 +38,9 @@ impl Shared {
             let key = key.map_or("", String::as_str);
             let wants = self.space.wanted(key, &patterns);
             let id = EntryId::at_place(position.place());
-            arguments.owned(format!("{id}@{key}")).text(if wants { "1" } else { "0" });
+            arguments
+                .owned(format!("{id}@{key}"))
+                .text(if wants { "1" } else { "0" });
         }
         let answers = self.link.run(&REVIVE, &arguments).await?.list()?;
         if let Some(group) = self.groups.lock().get(name).cloned() {

@@ -7,13 +7,14 @@ use everbus_core::{Pattern, Result, Stream, Streams};
 use everbus_dialects::Dialect;
 
 use crate::broker::Shared;
-use crate::client::Read as _;
+use crate::client::{Arguments, Read as _};
+use crate::scripts::REGISTER;
 
 /// The streams as the server knew them.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
-    /// Grows with every change.
-    pub(crate) version: u64,
+    /// Another text with every change.
+    pub(crate) version: String,
     pub(crate) streams: BTreeMap<String, Dialect>,
 }
 
@@ -35,7 +36,10 @@ impl Shared {
         let mut get = redis::cmd("GET");
         get.arg(self.space.own("registry"));
         let version = self.link.ask(&get).await?.text()?;
-        let version = version.parse().unwrap_or(0);
+        let version = match version.is_empty() {
+            true => "0".to_owned(),
+            false => version,
+        };
         let mut all = redis::cmd("HGETALL");
         all.arg(self.space.own("streams"));
         let mut flat = self.link.ask(&all).await?.list()?.into_iter();
@@ -45,10 +49,7 @@ impl Shared {
             streams.insert(key.text()?, dialect);
         }
         let registry = Arc::new(Registry { version, streams });
-        let mut known = self.registry.write();
-        if known.version <= registry.version {
-            *known = registry.clone();
-        }
+        *self.registry.write() = registry.clone();
         Ok(registry)
     }
 
@@ -79,15 +80,12 @@ impl Shared {
             }
         }
         if !wanted.is_empty() {
-            let mut set = redis::cmd("HSET");
-            set.arg(self.space.own("streams"));
+            let mut arguments = Arguments::default();
+            arguments.number(wanted.len());
             for (key, dialect) in &wanted {
-                set.arg(key).arg(dialect.as_str());
+                arguments.text(key).text(dialect.as_str());
             }
-            self.link.ask(&set).await?;
-            let mut grow = redis::cmd("INCR");
-            grow.arg(self.space.own("registry"));
-            self.link.ask(&grow).await?;
+            self.link.run(&REGISTER, &arguments).await?;
             self.load_registry().await?;
         }
         *self.table.write() = table.is_declared().then(|| Arc::new(table));

@@ -32,6 +32,12 @@ scripts! {
     INSPECT = "scripts/inspect.lua";
     /// The last ids of streams.
     LAST = "scripts/last.lua";
+    /// Where a reader waits for new entries.
+    ENDS = "scripts/ends.lua";
+    /// Sets the dialects of streams.
+    REGISTER = "scripts/register.lua";
+    /// Renews the sign of life.
+    ALIVE = "scripts/alive.lua";
     /// Takes over what other programs left unfinished.
     SWEEP = "scripts/sweep.lua";
     /// Removes what every group has finished.

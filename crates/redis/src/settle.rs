@@ -24,7 +24,7 @@ use crate::wire;
 struct Told<'a> {
     group: &'a Group,
     member: &'a str,
-    token: u64,
+    proof: &'a str,
     verdict: &'static str,
     after: Duration,
     failure: String,
@@ -36,11 +36,11 @@ struct Told<'a> {
 }
 
 impl<'a> Told<'a> {
-    fn new(group: &'a Group, member: &'a str, token: u64, verdict: &'static str) -> Self {
+    fn new(group: &'a Group, member: &'a str, proof: &'a str, verdict: &'static str) -> Self {
         Self {
             group,
             member,
-            token,
+            proof,
             verdict,
             after: Duration::ZERO,
             failure: String::new(),
@@ -125,12 +125,12 @@ impl Shared {
     pub(crate) async fn put_aside(
         &self,
         group: &Arc<Group>,
-        events: &[(Arc<str>, u64, Option<Duration>)],
+        events: &[(Arc<str>, Arc<str>, Option<Duration>)],
     ) -> Result<()> {
         let mut arguments = Arguments::default();
-        for (member, token, after) in events {
+        for (member, proof, after) in events {
             let verdict = if after.is_some() { "L" } else { "A" };
-            let mut told = Told::new(group, member, *token, verdict);
+            let mut told = Told::new(group, member, proof, verdict);
             told.after = after.unwrap_or_default();
             self.write_verdict(&told, &mut arguments)?;
         }
@@ -144,7 +144,6 @@ impl Shared {
         prior: Option<DeadLetter>,
     ) -> Result<Told<'a>> {
         let Settlement {
-            lease,
             verdict,
             follow_ups,
             inbox,
@@ -156,8 +155,7 @@ impl Shared {
             return Err(Error::new(Code::Unsupported, what)
                 .hint("do the effect in the handler, with the context's idempotency key"));
         }
-        let token = lease.words()[1];
-        let mut told = Told::new(&hold.group, &hold.member, token, "A");
+        let mut told = Told::new(&hold.group, &hold.member, &hold.proof, "A");
         told.follow_ups = follow_ups;
         match verdict {
             Verdict::Ack => {
@@ -237,7 +235,7 @@ impl Shared {
             .text(told.group.name.as_str())
             .text(told.group.on_server())
             .text(told.member)
-            .number(told.token)
+            .text(told.proof)
             .text(told.verdict)
             .millis(told.after)
             .text(&told.failure)
@@ -273,11 +271,11 @@ impl Shared {
         let known: Vec<(&Lease, &Hold)> = known.collect();
         let mut arguments = Arguments::default();
         arguments.millis(by).number(known.len());
-        for (lease, hold) in &known {
+        for (_, hold) in &known {
             arguments
                 .text(hold.group.name.as_str())
                 .text(&hold.member)
-                .number(lease.words()[1]);
+                .text(&hold.proof);
         }
         let mut extended = match known.is_empty() {
             true => Vec::new().into_iter(),

@@ -62,8 +62,15 @@ impl Shared {
                 .text(DROPPED)
                 .number(keep)
                 .list(&keys);
-            for member in self.link.run(&DROP, &arguments).await?.list()? {
-                dropped.insert(member.text()?);
+            // In steps, so that the server is not held up.
+            loop {
+                let step = self.link.run(&DROP, &arguments).await?.list()?;
+                if step.is_empty() {
+                    break;
+                }
+                for member in step {
+                    dropped.insert(member.text()?);
+                }
             }
         }
         let groups: Vec<_> = self.groups.lock().values().cloned().collect();
@@ -116,7 +123,8 @@ impl Shared {
                 .text(key)
                 .number(most)
                 .number(oldest)
-                .list(&wanting).list(&others);
+                .list(&wanting)
+                .list(&others);
             self.link.run(&TRIM, &arguments).await?;
         }
         Ok(())

@@ -3,6 +3,7 @@
 //! Events are claimed by a script, because a blocking read whose client has given up would still take events. So
 //! a blocking `XREAD`, on a connection of its own, only tells that there is something to claim.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -12,12 +13,12 @@ use redis::aio::MultiplexedConnection;
 use crate::broker::Shared;
 use crate::client::{Arguments, Read as _};
 use crate::keys;
-use crate::scripts::SWEEP;
+use crate::scripts::{ALIVE, ENDS, SWEEP};
 
 /// How long a read blocks.
 const BLOCK: Duration = Duration::from_secs(2);
 /// An engine is alive as long as its key; it renews the key this often.
-const ALIVE: Duration = Duration::from_secs(15);
+const ALIVE_FOR: Duration = Duration::from_secs(15);
 const BEAT: Duration = Duration::from_secs(4);
 /// How often removed engines are looked for, and streams are trimmed.
 const UPKEEP: Duration = Duration::from_secs(10);
@@ -30,15 +31,14 @@ impl Shared {
         }
         tokio::spawn(wake(Arc::downgrade(self)));
         tokio::spawn(beat(Arc::downgrade(self)));
+        tokio::spawn(upkeep(Arc::downgrade(self)));
     }
 
     /// From now on others can see that this engine is alive.
     pub(crate) async fn be_alive(&self) -> Result<()> {
-        let mut set = redis::cmd("SET");
-        let key = self.space.own(&format!("owner:{}", self.owner));
-        let millis = u64::try_from(ALIVE.as_millis()).unwrap_or(u64::MAX);
-        set.arg(key).arg("1").arg("PX").arg(millis);
-        self.link.ask(&set).await.map(drop)
+        let mut arguments = Arguments::default();
+        arguments.text(&self.owner).millis(ALIVE_FOR);
+        self.link.run(&ALIVE, &arguments).await.map(drop)
     }
 
     pub(crate) async fn is_alive(&self, owner: &str) -> Result<bool> {
@@ -68,12 +68,20 @@ impl Shared {
     }
 
     /// Removes the ephemeral groups of engines that are gone.
-    async fn remove_orphans(&self) -> Result<()> {
+    ///
+    /// A server that was away for a while has forgotten every engine. So an engine must be missing twice in a row.
+    async fn remove_orphans(&self, missing: &mut HashSet<String>) -> Result<()> {
+        let before = std::mem::take(missing);
         for (record, revision) in self.load_groups().await? {
-            if let Some(owner) = &record.owner
-                && !self.is_alive(owner).await?
-            {
-                self.remove(&record.name, Some(revision)).await?;
+            let Some(owner) = &record.owner else {
+                continue;
+            };
+            if self.is_alive(owner).await? {
+                continue;
+            }
+            missing.insert(owner.clone());
+            if before.contains(owner) {
+                self.remove(&record.name, Some(&revision)).await?;
             }
         }
         Ok(())
@@ -106,7 +114,8 @@ impl Shared {
                         .text(key)
                         .millis(self.options.stale_after)
                         .text(&from)
-                        .number(self.options.stale_count.max(1));
+                        .number(self.options.stale_count.max(1))
+                        .text(if known.record.ordered { "1" } else { "0" });
                     let mut answer = self.link.run(&SWEEP, &arguments).await?.list()?.into_iter();
                     let mut part = || answer.next().unwrap_or(redis::Value::Nil).text();
                     let taken = part()?;
@@ -163,7 +172,7 @@ async fn wake(shared: Weak<Shared>) {
     }
 }
 
-/// Notes the ends of all streams, then lets consumers claim: what comes after the ends ends the read.
+/// Notes an id before everything that comes, then lets consumers claim: what comes after that ends the read.
 async fn look(
     shared: &Shared,
     connection: &mut Option<MultiplexedConnection>,
@@ -175,16 +184,24 @@ async fn look(
             connection.insert(new).clone()
         }
     };
-    let (keys, ends) = loop {
+    let (registry, end) = loop {
         let registry = shared.registry();
-        let mut keys: Vec<String> = registry.streams.keys().cloned().collect();
-        keys.push(shared.space.own("wake"));
-        let (ends, version) = shared.ends(&keys).await?;
+        let mut answer = shared
+            .link
+            .run(&ENDS, &Arguments::default())
+            .await?
+            .list()?
+            .into_iter();
+        let mut part = || answer.next().unwrap_or(redis::Value::Nil).text();
+        let (end, version) = (part()?, part()?);
         if version == registry.version {
-            break (keys, ends);
+            break (registry, end);
         }
         shared.load_registry().await?;
+        tokio::time::sleep(Duration::from_millis(5)).await;
     };
+    let own_key = shared.space.own("wake");
+    let keys: Vec<&String> = registry.streams.keys().chain([&own_key]).collect();
     shared.wakes.send_modify(|wakes| *wakes += 1);
     let mut read = redis::cmd("XREAD");
     let millis = u64::try_from(BLOCK.as_millis()).unwrap_or(u64::MAX);
@@ -194,18 +211,22 @@ async fn look(
         .arg(millis)
         .arg("STREAMS");
     for key in &keys {
-        read.arg(key);
+        read.arg(key.as_str());
     }
-    for end in ends {
-        read.arg(end.to_string());
+    for _ in &keys {
+        read.arg(&end);
     }
     Ok((own, read))
 }
 
-/// Shows that the engine is alive, and keeps groups and streams in order.
+fn note(what: &str, done: Result<()>) {
+    if let Err(error) = done {
+        tracing::debug!(target: "everbus::redis", %error, what);
+    }
+}
+
+/// Shows that the engine is alive, and what it handles.
 async fn beat(shared: Weak<Shared>) {
-    let mut upkept = Instant::now();
-    let mut swept = Instant::now();
     loop {
         tokio::time::sleep(BEAT).await;
         let Some(shared) = shared.upgrade() else {
@@ -214,16 +235,29 @@ async fn beat(shared: Weak<Shared>) {
         if shared.link.check_open().is_err() {
             return;
         }
-        let note = |what: &str, done: Result<()>| {
-            if let Err(error) = done {
-                tracing::debug!(target: "everbus::redis", %error, what);
-            }
-        };
         note("the sign of life", shared.be_alive().await);
         note("the handlers", shared.tell_handlers().await);
+    }
+}
+
+/// Keeps groups and streams in order.
+async fn upkeep(shared: Weak<Shared>) {
+    let mut missing = HashSet::new();
+    let (mut upkept, mut swept) = (Instant::now(), Instant::now());
+    loop {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let Some(shared) = shared.upgrade() else {
+            return;
+        };
+        if shared.link.check_open().is_err() {
+            return;
+        }
         if upkept.elapsed() >= UPKEEP {
             upkept = Instant::now();
-            note("removing ephemeral groups", shared.remove_orphans().await);
+            note(
+                "ephemeral groups",
+                shared.remove_orphans(&mut missing).await,
+            );
             note("trimming streams", shared.trim_all().await);
         }
         let often = (shared.options.stale_after / 10).clamp(BEAT, Duration::from_secs(30));

@@ -6,12 +6,9 @@ for i = 1, n do
   local refused = check(events[i], seen)
   if refused then return { 'no', tostring(i), refused[1], refused[2] } end
 end
-local answers = { 'ok' }
-for i = 1, n do
-  local answer = append(events[i], window)
-  if answer.err then return answer end
-  answers[i + 1] = answer
-end
+local failed, answers = append_all(events, window)
 keep_last()
 wake()
+if failed then return { 'no', '0', 'failed', failed } end
+table.insert(answers, 1, 'ok')
 return answers

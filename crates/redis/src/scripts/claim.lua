@@ -1,20 +1,23 @@
 -- Hands out events of a group. Arguments: group, its name on the server, revision of its record, version of
--- the registry, tag of this claim, tag of a claim whose answer was lost, number wanted, lease in ms, time as
+-- the registry, tag of this claim, tags of claims whose answers were lost, number wanted, lease in ms, time as
 -- text, whether it is ordered, streams whose waiting events may come, streams whose new events may come.
 local g, name, revision, registry = arg(), arg(), arg(), arg()
-local tag, undo, want, lease, stamp = arg(), arg(), num(), num(), arg()
+local tag, undo = arg(), {}
+for _ = 1, num() do undo[arg()] = true end
+local want, lease, stamp = num(), num(), arg()
 local ordered = arg() == '1'
 local may, new = {}, {}
-for _ = 1, num() do may[arg()] = true end
+for i = 1, num() do may[i] = arg() end
 local streams = num()
 for i = 1, streams do new[i] = arg() end
 
 local record = redis.call('HGET', P .. 'groups', g)
 if not record then return { 'gone' } end
-if string.match(record, '^(%d+)\n') ~= revision then return { 'changed' } end
+if string.match(record, '^(%S+)\n') ~= revision then return { 'changed' } end
 if (redis.call('GET', P .. 'registry') or '0') ~= registry then return { 'changed' } end
 
-local ST, LEASE, DUE, FAIL = P .. 'st:' .. g, P .. 'lease:' .. g, P .. 'due:' .. g, P .. 'fail:' .. g
+begin(g)
+local ST, LEASE, FAIL = P .. 'st:' .. g, P .. 'lease:' .. g, P .. 'fail:' .. g
 local until_ = int(NOW + lease)
 
 -- The state of a member of a sorted set. A member without one is removed.
@@ -25,10 +28,10 @@ local function state_of(member, set)
 end
 
 -- What a lost answer handed out was no attempt.
-if undo ~= '' then
+if next(undo) then
   for _, member in ipairs(redis.call('ZRANGE', LEASE, 0, -1)) do
     local _, _, attempts, by, okey = state_of(member, LEASE)
-    if by == undo then
+    if by and undo[by] then
       wait_until(g, member, NOW, attempts - 1, okey)
       promote(g, okey)
     end
@@ -52,7 +55,10 @@ local function was_alone(by)
           end
         end
       end
-      alone[owner] = count == 1
+      -- The leases of one process may end one after the other.
+      local key = P .. 'notalone:' .. owner
+      if count > 1 then redis.call('SET', key, '1', 'PX', 86400000) end
+      alone[owner] = count == 1 and redis.call('EXISTS', key) == 0
     end
   end
   return alone[owner]
@@ -80,7 +86,7 @@ local function hand_out(member, key, id, attempts, okey, fields)
   token = token or tonumber(redis.call('INCRBY', P .. 'token', want)) - want
   token = token + 1
   redis.call('HSET', ST, member, state('F', int(token), attempts, tag, okey))
-  redis.call('ZREM', DUE, member)
+  redis.call('ZREM', due_set(g, key), member)
   redis.call('ZADD', LEASE, until_, member)
   out[#out + 1] = { key, id, int(token), int(attempts), redis.call('HGET', FAIL, member) or '', fields,
     redis.call('HGET', P .. 'again:' .. g, member) or '0' }
@@ -99,23 +105,25 @@ local function must_wait(member, okey)
   return false
 end
 
--- Events that wait and are due.
-local skipped = 0
-while #out < want do
-  local due = redis.call('ZRANGEBYSCORE', DUE, '-inf', int(NOW), 'LIMIT', skipped, want - #out)
-  if #due == 0 or skipped > 5000 then break end
-  for _, member in ipairs(due) do
-    local id, key = of(member)
-    if may[key] then
+-- Events that wait and are due. Each turn takes one out of its set, or hands it out.
+for _, key in ipairs(may) do
+  local DUE = due_set(g, key)
+  local turns = 0
+  while #out < want and turns < 1000 do
+    local due = redis.call('ZRANGEBYSCORE', DUE, '-inf', int(NOW), 'LIMIT', 0, want - #out)
+    if #due == 0 then break end
+    for _, member in ipairs(due) do
+      turns = turns + 1
+      local id = of(member)
       local kind, _, attempts, _, okey = state_of(member, DUE)
       local found = redis.pcall('XRANGE', key, id, id)
       local entry = not found.err and found[1]
       if not kind then
         -- Nothing is known of it any more.
       elseif must_wait(member, okey) then
+        -- The end of the event that it waits for lets it come.
         redis.call('HSET', ST, member, state('P', '0', attempts, '', okey))
         redis.call('ZREM', DUE, member)
-        promote(g, okey)
       elseif entry then
         hand_out(member, key, id, attempts + 1, okey, entry[2])
       else
@@ -124,8 +132,6 @@ while #out < want do
         redis.call('HINCRBY', P .. 'lost', g, 1)
         lost[#lost + 1] = member
       end
-    else
-      skipped = skipped + 1
     end
   end
 end
@@ -149,6 +155,7 @@ local function read(key, count)
   return answer[1][2]
 end
 
+local more = false
 if not ordered then
   for i = 1, streams do
     if #out >= want then break end
@@ -174,7 +181,11 @@ else
   end
   for i = 1, streams do peek(i) end
   local reads = 0
-  while #out < want and reads < 4 * want + 64 do
+  while #out < want do
+    if reads >= 4 * want + 64 then
+      more = true
+      break
+    end
     local first = nil
     for i = 1, streams do
       if peeked[i] and (not first or peeked[i] < peeked[first]) then first = i end
@@ -206,10 +217,12 @@ end
 
 if #out > 0 then redis.call('HSET', P .. 'active', g, int(NOW)) end
 wake()
-local next = redis.call('ZRANGE', DUE, 0, 0, 'WITHSCORES')[2]
-local lapse = redis.call('ZRANGE', LEASE, 0, 0, 'WITHSCORES')[2]
-if lapse and (not next or tonumber(lapse) < tonumber(next)) then next = lapse end
-local wait = -1
--- What is due now and not for this process must not make it ask all the time.
-if next and tonumber(next) > NOW then wait = tonumber(next) - NOW end
+local soon = nil
+local function sooner(set)
+  local first = redis.call('ZRANGE', set, 0, 0, 'WITHSCORES')[2]
+  if first and tonumber(first) > NOW and (not soon or tonumber(first) < soon) then soon = tonumber(first) end
+end
+sooner(LEASE)
+for _, key in ipairs(may) do sooner(due_set(g, key)) end
+local wait = more and 0 or soon and soon - NOW or -1
 return { 'ok', out, lost, errors, int(wait) }

@@ -38,6 +38,8 @@ end
 
 -- Events for one group are noted, so that other groups do not count them.
 local function field_of(fields, name)
+  -- Entries of other programs may have fields of these names.
+  if fields[1] ~= 'eb' then return nil end
   for i = 1, #fields, 2 do
     if fields[i] == name then return fields[i + 1] end
   end
@@ -85,20 +87,37 @@ local function pairs_of(flat)
   return map
 end
 
+-- Another program wrote an id that is ahead of ours: this entry comes after it, and no other stream follows.
+local function id_after(key)
+  local info = redis.pcall('XINFO', 'STREAM', key)
+  if info.err then return nil end
+  local top = pairs_of(info)['last-generated-id']
+  local ms, seq = split_id(top)
+  if #ms > 13 or #seq > 15 or tonumber(ms) > NOW + 86400000 then return nil, top end
+  seq = tonumber(seq) + 1
+  if seq >= SEQS then return int(tonumber(ms) + 1) .. '-0' end
+  return ms .. '-' .. int(seq)
+end
+
 local function add(key, fields)
   local id = next_id()
   local answer = redis.pcall('XADD', key, id, unpack(fields))
   if type(answer) == 'table' and answer.err then
-    if not string.find(answer.err, 'equal or smaller', 1, true) then return answer end
-    -- Another program wrote ids that are ahead of ours.
-    local top = pairs_of(redis.call('XINFO', 'STREAM', key))['last-generated-id']
-    local ms, seq = split_id(top)
-    last_ms, last_seq = tonumber(ms), tonumber(seq)
-    id = next_id()
+    if not string.find(answer.err, 'equal or smaller', 1, true)
+        and not string.find(answer.err, 'exhausted', 1, true) then return answer end
+    local after, top = id_after(key)
+    if not after then return { err = 'AHEAD ' .. key .. ' ' .. (top or '') } end
+    id = after
     answer = redis.pcall('XADD', key, id, unpack(fields))
     if type(answer) == 'table' and answer.err then return answer end
   end
   return id
+end
+
+-- A text that is new with every change, also after the server has lost some.
+local function nonce()
+  local t = redis.call('TIME')
+  return t[1] .. '.' .. t[2] .. '.' .. int(redis.call('INCR', P .. 'counter'))
 end
 
 local types = {}
@@ -115,7 +134,7 @@ local function register(key, dialect)
   if registered[key] then return end
   registered[key] = true
   if redis.call('HSETNX', P .. 'streams', key, dialect) == 1 then
-    redis.call('INCR', P .. 'registry')
+    redis.call('SET', P .. 'registry', nonce())
     WAKE = true
   end
 end
@@ -158,14 +177,46 @@ end
 local function append(event, window)
   if event.same then return { event.same.at, event.same.key, '1' } end
   if event.known then return { event.at, event.key, '1' } end
-  event.at = add(event.key, event.fields)
-  if type(event.at) == 'table' then return event.at end
+  local id = add(event.key, event.fields)
+  if type(id) == 'table' then return id end
+  local known = redis.pcall('SET', P .. 'id:' .. event.id, event.digest .. ' ' .. id .. ' ' .. event.key, 'PX', window)
+  if known.err then
+    redis.call('XDEL', event.key, id)
+    return known
+  end
+  event.at = id
   register(event.key, event.dialect)
   local group = field_of(event.fields, 'to')
   if group then redis.call('ZADD', P .. 'addressed:' .. event.key, 0, pad(event.at) .. '@' .. group) end
-  redis.call('SET', P .. 'id:' .. event.id, event.digest .. ' ' .. event.at .. ' ' .. event.key, 'PX', window)
   return { event.at, event.key, '0' }
 end
+
+-- Appends events: all of them or none. Returns the error, or the answers.
+local function append_all(events, window)
+  local answers, done = {}, {}
+  for i, event in ipairs(events) do
+    local answer = append(event, window)
+    if answer.err then
+      for _, one in ipairs(done) do
+        redis.call('XDEL', one.key, one.at)
+        redis.call('DEL', P .. 'id:' .. one.id)
+        local group = field_of(one.fields, 'to')
+        if group then redis.call('ZREM', P .. 'addressed:' .. one.key, pad(one.at) .. '@' .. group) end
+      end
+      return answer.err, done
+    end
+    if answer[3] == '0' then done[#done + 1] = event end
+    answers[i] = answer
+  end
+  return nil, answers, done
+end
+
+-- A full memory refuses scripts that begin with a write that needs memory. This one needs none, and what follows may
+-- write: claims, verdicts and extensions free memory in the end.
+local function begin(g) redis.call('ZREM', P .. 'lease:' .. g, '') end
+
+-- Due times, for each group and stream.
+local function due_set(g, key) return P .. 'due:' .. #g .. ':' .. g .. ':' .. key end
 
 -- An ordered group has its events of a key in one sorted set, oldest first.
 local function key_set(g, okey) return P .. 'key:' .. #g .. ':' .. g .. ':' .. okey end
@@ -173,7 +224,8 @@ local function key_set(g, okey) return P .. 'key:' .. #g .. ':' .. g .. ':' .. o
 local function wait_until(g, member, due, attempts, okey)
   redis.call('HSET', P .. 'st:' .. g, member, state('W', '0', attempts, '', okey))
   redis.call('ZREM', P .. 'lease:' .. g, member)
-  redis.call('ZADD', P .. 'due:' .. g, int(due), member)
+  local _, key = of(member)
+  redis.call('ZADD', due_set(g, key), int(due), member)
 end
 
 -- Lets the first event of a key come, if it stood behind another one.
@@ -198,7 +250,7 @@ local function finish(g, name, member, okey)
   redis.call('XACK', key, name, id)
   redis.call('HDEL', P .. 'st:' .. g, member)
   redis.call('ZREM', P .. 'lease:' .. g, member)
-  redis.call('ZREM', P .. 'due:' .. g, member)
+  redis.call('ZREM', due_set(g, key), member)
   redis.call('HDEL', P .. 'fail:' .. g, member)
   redis.call('HDEL', P .. 'again:' .. g, member)
   if okey ~= '' then
@@ -239,5 +291,5 @@ local function close_letter(g, member, letter, stamp, by)
 end
 
 local function skip(g, member, reason)
-  redis.call('XADD', P .. 'skips', 'MAXLEN', '~', '100000', '*', 'group', g, 'event', member, 'reason', reason)
+  return redis.pcall('XADD', P .. 'skips', 'MAXLEN', '~', '100000', '*', 'group', g, 'event', member, 'reason', reason)
 end

@@ -47,7 +47,8 @@ for _, key in ipairs(keys) do
     end
   end
 end
-local over = #waiting + flying + unread - keep
+-- A step of this size does not hold the server up; the caller asks again.
+local over = math.min(#waiting + flying + unread - keep, 500)
 local dropped = {}
 for _, one in ipairs(waiting) do
   if over <= 0 then break end

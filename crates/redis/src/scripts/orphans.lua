@@ -16,6 +16,21 @@ for _ = 1, num() do
     redis.call('XGROUP', 'CREATE', key, name, '0')
     last = '0-0'
   end
+  -- One that was handed out before, and whose process died, waits.
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', due_set(g, key), '-inf', int(NOW - after), 'LIMIT', 0, 20)) do
+    local id = of(member)
+    local text = redis.call('HGET', P .. 'st:' .. g, member)
+    local entry = redis.call('XRANGE', key, id, id)[1]
+    if text and entry then
+      local _, _, attempts, _, okey = read_state(text)
+      local token = int(redis.call('INCR', P .. 'token'))
+      redis.call('HSET', P .. 'st:' .. g, member, state('F', token, attempts, tag, okey))
+      redis.call('ZREM', due_set(g, key), member)
+      redis.call('ZADD', P .. 'lease:' .. g, int(NOW + lease), member)
+      local failures = redis.call('HGET', P .. 'fail:' .. g, member) or ''
+      out[#out + 1] = { key, id, token, int(attempts), failures, entry[2], '0' }
+    end
+  end
   local function first()
     local entry = last and redis.call('XRANGE', key, '(' .. last, '+', 'COUNT', 1)[1]
     return entry and entry[1]

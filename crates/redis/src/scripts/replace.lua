@@ -9,7 +9,7 @@ local refused = check(event, {})
 if refused then return { refused[1], refused[2] } end
 if event.known then return { 'reused', event.id } end
 local appended = append(event, window)
-if appended.err then return appended end
+if appended.err then return { 'failed', appended.err } end
 close_letter(g, member, letter, stamp, by)
 if not wants then revive(g, name, event.at .. '@' .. event.key, ordered, event.fields) end
 keep_last()

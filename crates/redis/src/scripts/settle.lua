@@ -12,15 +12,12 @@ for i = 1, n do
   for j = 1, num() do notices[j] = read_event() end
   for j = 1, num() do follow[j] = read_event() end
   local text = redis.call('HGET', P .. 'st:' .. g, member)
-  local kind, held, attempts, okey
-  if text then
-    local _
-    kind, held, attempts, _, okey = read_state(text)
-  end
+  local kind, held, attempts, by, okey
+  if text then kind, held, attempts, by, okey = read_state(text) end
   local answer = 'ok'
-  if kind ~= 'F' or held ~= token then
+  if kind ~= 'F' or held .. '|' .. by ~= token then
     answer = 'lost'
-  elseif tonumber(redis.call('ZSCORE', P .. 'lease:' .. g, member)) <= NOW then
+  elseif tonumber(redis.call('ZSCORE', P .. 'lease:' .. g, member) or '0') <= NOW then
     answer = 'lost'
   end
   local again = false
@@ -45,42 +42,53 @@ for i = 1, n do
     end
     if answer == 'ok' and dlq ~= '' and not is_stream(dlq) then answer = 'wrongtype ' .. dlq end
   end
+  -- First what must not be missing after the end of the event: dead letter, skip, notice, follow-ups. If one of them
+  -- is refused, nothing of the verdict stays.
+  local letter_id, skip_id, failed, done
   if answer == 'ok' then
-    local id, key = of(member)
-    -- The first write is one that a full memory does not refuse; the rest of the script may write then.
-    if verdict == 'A' or verdict == 'S' or verdict == 'D' then
-      finish(g, name, member, okey)
-    elseif verdict == 'R' then
-      redis.call('ZREM', P .. 'lease:' .. g, member)
-      local before = redis.call('HGET', P .. 'fail:' .. g, member)
-      redis.call('HSET', P .. 'fail:' .. g, member, before and before .. ',' .. failure or failure)
-      wait_until(g, member, NOW + delay, attempts, okey)
-      promote(g, okey)
-      if delay == 0 then WAKE = true end
-    else
-      wait_until(g, member, NOW + delay, attempts - 1, okey)
-      promote(g, okey)
-      if delay == 0 then WAKE = true end
+    begin(g)
+    if verdict == 'D' and dlq ~= '' then
+      letter_id = redis.pcall('XADD', dlq, '*', unpack(letter))
+      if type(letter_id) == 'table' then failed, letter_id = letter_id.err, nil end
+    elseif verdict == 'S' or verdict == 'D' then
+      skip_id = skip(g, member, reason)
+      if type(skip_id) == 'table' then failed, skip_id = skip_id.err, nil end
     end
-    if verdict == 'S' then skip(g, member, reason) end
-    if verdict == 'D' then
-      if dlq ~= '' then
-        local letter_id = redis.call('XADD', dlq, '*', unpack(letter))
-        redis.call('HSET', P .. 'dead:' .. g, member, letter_id .. '@' .. dlq)
-        local before = redis.call('HGET', P .. 'old:' .. g, member)
-        if before then
-          redis.call('XDEL', P .. 'letters', before)
-          redis.call('HDEL', P .. 'old:' .. g, member)
-        end
-      else
-        skip(g, member, reason)
+    if not failed then
+      local events = {}
+      for _, event in ipairs(notices) do
+        if not event.none then events[#events + 1] = event end
+      end
+      for _, event in ipairs(follow) do events[#events + 1] = event end
+      failed, done = append_all(events, window)
+    end
+    if failed then
+      if letter_id then redis.call('XDEL', dlq, letter_id) end
+      if skip_id then redis.call('XDEL', P .. 'skips', skip_id) end
+      answer = 'failed ' .. failed
+    end
+  end
+  if answer == 'ok' then
+    if letter_id then
+      redis.call('HSET', P .. 'dead:' .. g, member, letter_id .. '@' .. dlq)
+      local before = redis.call('HGET', P .. 'old:' .. g, member)
+      if before then
+        redis.call('XDEL', P .. 'letters', before)
+        redis.call('HDEL', P .. 'old:' .. g, member)
       end
     end
     if inbox ~= '' and not again then redis.call('ZADD', P .. 'inbox:' .. g, int(NOW), inbox) end
-    for _, event in ipairs(notices) do
-      if not event.none then append(event, window) end
+    if verdict == 'A' or verdict == 'S' or verdict == 'D' then
+      finish(g, name, member, okey)
+    else
+      if verdict == 'R' then
+        local before = redis.call('HGET', P .. 'fail:' .. g, member)
+        redis.call('HSET', P .. 'fail:' .. g, member, before and before .. ',' .. failure or failure)
+      end
+      wait_until(g, member, NOW + delay, verdict == 'R' and attempts or attempts - 1, okey)
+      promote(g, okey)
+      if delay == 0 then WAKE = true end
     end
-    for _, event in ipairs(follow) do append(event, window) end
     redis.call('HSET', P .. 'active', g, int(NOW))
   end
   answers[i] = answer

@@ -2,7 +2,7 @@
 -- events that may stay (or -1), oldest time in ms that may stay (or -1), groups that must be on the stream, groups of
 -- the engine that do not want it. Events with an open dead letter stay.
 local key, most, oldest = arg(), num(), num()
-if redis.call('EXISTS', key) == 0 then return '0' end
+if redis.call('TYPE', key).ok ~= 'stream' then return '0' end
 local floor = nil
 local function lower(id)
   local text = pad(id)
@@ -36,7 +36,7 @@ local want = nil
 if most >= 0 then
   local length = redis.call('XLEN', key)
   if length > most then
-    local from, left = '-', length - most
+    local from, left = '-', math.min(length - most, 5000)
     while left > 0 do
       local page = redis.call('XRANGE', key, from, '+', 'COUNT', math.min(left + 1, 500))
       if #page == 0 then break end

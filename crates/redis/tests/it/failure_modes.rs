@@ -63,6 +63,20 @@ async fn a_full_memory_refuses_publishes_and_not_acks() {
         "{error}"
     );
     assert!(error.hint_text().unwrap().contains("maxmemory"));
+    // Also what the group needs to go on: extensions, releases, and claims with an event that is due.
+    let leases = vec![held[1].lease.clone()];
+    let extended = engine.broker.extend(leases, Duration::from_secs(5)).await;
+    extended.unwrap().remove(0).unwrap();
+    let after = Duration::ZERO;
+    let release = Settlement::new(held.pop().unwrap().lease, Verdict::Release { after });
+    engine
+        .broker
+        .settle(vec![release])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
+    held.push(fetch_one(&mut consumer).await);
     let failure = None;
     let dead = Settlement::new(held.remove(0).lease, Verdict::Dead { failure });
     engine
@@ -503,4 +517,210 @@ async fn a_dead_letter_has_the_specified_fields() {
         1
     );
     assert_eq!(engine.broker.inspect().await.unwrap()[0].dead_letters, 0);
+}
+
+// conformance: contract/redis-retried-key: a dead letter that is retried while a later event of its key is handled comes when that one ends
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_retried_letter_waits_for_a_later_event_of_its_key() {
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let engine = open(&url).await;
+    let ordered = GroupSpec {
+        ordered: true,
+        ..group("g", &["*"])
+    };
+    engine.broker.declare(ordered).await.unwrap();
+    let keyed = || Event::builder("order.placed").key("k").build().unwrap();
+    engine.broker.append(vec![keyed(), keyed()]).await.unwrap();
+    let mut consumer = engine
+        .broker
+        .consume("g".parse().unwrap(), options())
+        .await
+        .unwrap();
+    let first = fetch_one(&mut consumer).await;
+    let failure = None;
+    let dead = Settlement::new(first.lease, Verdict::Dead { failure });
+    engine
+        .broker
+        .settle(vec![dead])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
+    let second = fetch_one(&mut consumer).await;
+    let letters = engine.dead_letters().unwrap();
+    assert_eq!(letters.retry(Default::default()).await.unwrap(), 1);
+    let brief = Duration::from_millis(300);
+    let nothing = tokio::time::timeout(brief, consumer.fetch(10)).await;
+    assert!(
+        nothing.is_err(),
+        "the later one is being handled: {nothing:?}"
+    );
+    ack(&engine, second).await;
+    let again = fetch_one(&mut consumer).await;
+    assert_eq!(again.record.position, first.record.position);
+    assert!(again.retried);
+    ack(&engine, again).await;
+}
+
+// conformance: contract/redis-foreign-ids: a stream with an id far in the future refuses events, alone and in a whole batch, and no other stream follows it
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_id_of_the_future_stays_in_its_stream() {
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    let plain = Plain::connect(&url).await;
+    let of = |event_type: &str| Event::builder(event_type).build().unwrap();
+    for id in [
+        "1763320000123456-0",
+        "1763320000123456789-0",
+        "18446744073709551614-7",
+    ] {
+        plain.ask(&["DEL", "odd:ids"]).await.unwrap();
+        plain.ask(&["XADD", "odd:ids", id, "f", "v"]).await.unwrap();
+        let before = plain.number(&["EXISTS", "c:d"]).await;
+        let error = engine
+            .broker
+            .append(vec![of("c.d"), of("odd.ids")])
+            .await
+            .unwrap_err();
+        assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+        assert!(error.message().contains("odd:ids"), "{error}");
+        let length = plain.number(&["XLEN", "c:d"]).await;
+        assert_eq!((before, length), (0, 0), "nothing of the batch is stored");
+        plain.ask(&["DEL", "c:d"]).await.unwrap();
+    }
+    let appended = engine
+        .broker
+        .append(vec![of("a.b")])
+        .await
+        .unwrap()
+        .remove(0)
+        .unwrap();
+    assert!(
+        appended.position.place() < u64::MAX / 2,
+        "{}",
+        appended.position
+    );
+    // A follow-up into that stream is refused with its verdict, and the lease is kept.
+    let mut consumer = engine
+        .broker
+        .consume("g".parse().unwrap(), options())
+        .await
+        .unwrap();
+    let delivery = fetch_one(&mut consumer).await;
+    let mut done = Settlement::new(delivery.lease.clone(), Verdict::Ack);
+    done.follow_ups = vec![of("e.f"), of("odd.ids")];
+    let refused = engine.broker.settle(vec![done]).await.unwrap().remove(0);
+    assert_eq!(refused.unwrap_err().code(), Code::InvalidSetting);
+    assert_eq!(plain.number(&["XLEN", "e:f"]).await, 0);
+    ack(&engine, delivery).await;
+}
+
+// conformance: contract/redis-refused-letter: a dead letter that the server refuses leaves its event with the group
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refused_dead_letter_leaves_its_event() {
+    let Some(server) = Redis::start(RedisOptions::default()) else {
+        return;
+    };
+    let engine = open(&server.url()).await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    publish(&engine, "order.placed").await;
+    server.command("ACL SETUSER low on >low ~* &* +@all -xadd");
+    let low = open(&server.plain_url().replace("redis://", "redis://low:low@")).await;
+    let mut consumer = low
+        .broker
+        .consume("g".parse().unwrap(), options())
+        .await
+        .unwrap();
+    let delivery = fetch_one(&mut consumer).await;
+    let failure = None;
+    let dead = Settlement::new(delivery.lease.clone(), Verdict::Dead { failure });
+    let refused = low.broker.settle(vec![dead]).await.unwrap().remove(0);
+    assert_eq!(refused.unwrap_err().code(), Code::InvalidSetting);
+    let info = engine.broker.inspect().await.unwrap().remove(0);
+    assert_eq!(
+        (info.in_flight, info.dead_letters),
+        (1, 0),
+        "it is still owed"
+    );
+    ack(&low, delivery).await;
+}
+
+// conformance: contract/redis-went-back: an open engine goes on after the server has gone back to an older state; an ack never ends another event
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_open_engine_follows_a_server_that_went_back() {
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    let plain = Plain::connect(&url).await;
+    let before = plain.text(&["GET", "everbus:registry"]).await;
+    let record = plain.text(&["HGET", "everbus:groups", "g"]).await;
+    for event_type in ["a.b", "c.d"] {
+        publish(&engine, event_type).await;
+    }
+    let mut consumer = engine
+        .broker
+        .consume("g".parse().unwrap(), options())
+        .await
+        .unwrap();
+    let first = fetch_one(&mut consumer).await;
+    // The counters of a replica that trailed.
+    let registry = before.trim().replace("nil", "0");
+    plain
+        .ask(&["SET", "everbus:registry", &registry])
+        .await
+        .unwrap();
+    plain
+        .ask(&["HSET", "everbus:groups", "g", record.trim_end()])
+        .await
+        .unwrap();
+    plain.ask(&["SET", "everbus:token", "0"]).await.unwrap();
+    let second = fetch_one(&mut consumer).await;
+    ack(&engine, first).await;
+    ack(&engine, second).await;
+    publish(&engine, "e.f").await;
+    let third = fetch_one(&mut consumer).await;
+    assert_eq!(third.record.event.event_type(), "e.f");
+    ack(&engine, third).await;
+    let info = engine.broker.inspect().await.unwrap().remove(0);
+    assert_eq!((info.in_flight, info.waiting, info.behind), (0, 0, 0));
+}
+
+// conformance: contract/redis-drop-foreign: dropping the oldest counts entries of other programs whatever fields they have
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dropping_counts_entries_of_other_programs() {
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let engine = open(&url).await;
+    engine
+        .broker
+        .declare(group("g", &["mail.sent"]))
+        .await
+        .unwrap();
+    publish(&engine, "mail.sent").await;
+    let plain = Plain::connect(&url).await;
+    for _ in 0..20 {
+        plain
+            .ask(&["XADD", "mail:sent", "*", "to", "u1@x", "k", "odd"])
+            .await
+            .unwrap();
+    }
+    let depth = engine.depth().unwrap();
+    let pattern = crate::plain::pattern("mail.sent");
+    assert_eq!(depth.depth(pattern.clone(), 100).await.unwrap(), 21);
+    assert_eq!(depth.drop_oldest(pattern.clone(), 15).await.unwrap(), 6);
+    assert_eq!(depth.depth(pattern, 100).await.unwrap(), 15);
+    assert_eq!(handle(&engine, "g", 15).await.len(), 15);
 }

@@ -26,6 +26,32 @@ const SUBJECT: Subject = Subject {
     worker: "faults::worker",
 };
 
+/// Without a store: its own dead letters, follow-ups and inbox.
+const ALONE: Subject = Subject {
+    open: |place| {
+        Box::pin(async move { everbus_redis::open(&place.url, Options::default()).await })
+    },
+    worker: "faults::worker_alone",
+};
+
+#[test]
+#[ignore = "a process of the campaign"]
+fn worker_alone() {
+    ALONE.work();
+}
+
+// conformance: contract/redis-never-lost-alone: the same holds without a store, with the dead letters and follow-ups of the scripts
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_is_lost_without_a_store() {
+    let Some(server) = Redis::start(RedisOptions::default()) else {
+        return;
+    };
+    let url = server.url();
+    let figures = campaign(&ALONE, &server, &url, Plan::from_env(), seed()).await;
+    figures.assert_clean();
+}
+
 fn seed() -> u64 {
     everbus_testkit::model::Random::seed_from_env().unwrap_or(13)
 }
