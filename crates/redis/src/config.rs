@@ -12,6 +12,9 @@ pub const DEFAULT_WINDOW: Duration = Duration::from_secs(600);
 /// the specification.
 pub const DEFAULT_STALE: Duration = Duration::from_secs(300);
 
+/// How many finished events a stream keeps: the cap of a usual stream in the specification.
+pub const DEFAULT_KEPT: u64 = 100_000;
+
 /// How to connect, and how the engine uses the server.
 #[derive(Clone)]
 #[non_exhaustive]
@@ -35,6 +38,9 @@ pub struct Options {
     pub stale_after: Duration,
     /// How many of them are looked at in one step.
     pub stale_count: usize,
+    /// How many finished events a stream keeps that declares no limit, once a group consumes it. Memory is bounded by
+    /// that and by what groups owe. `None`: all of them.
+    pub keep_finished: Option<u64>,
     /// Messages that are not of the stream's dialect are handed to handlers as they are. Otherwise they are
     /// dead-lettered with the reason.
     pub raw_foreign: bool,
@@ -54,6 +60,7 @@ impl Default for Options {
             window: DEFAULT_WINDOW,
             stale_after: DEFAULT_STALE,
             stale_count: 100,
+            keep_finished: Some(DEFAULT_KEPT),
             raw_foreign: false,
             allow_eviction: false,
         }

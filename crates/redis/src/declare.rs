@@ -143,7 +143,7 @@ impl Shared {
         };
         let first = EntryId { ms: 0, seq: 0 };
         let joins = keys.into_iter().zip(ends).map(|(key, end)| Join {
-            dialect: registry.dialect(&key),
+            dialect: self.dialect(&key, registry),
             start: match start {
                 Some(StartFrom::First) => first,
                 Some(StartFrom::Time(time)) => EntryId::before(time),

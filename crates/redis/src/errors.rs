@@ -84,7 +84,11 @@ pub(crate) fn of_word(server: &str, word: &str, detail: &str) -> Error {
             &format!("the connection cannot be made: {detail}"),
             "check scheme, TLS and certificates; rediss:// is for servers with TLS",
         ),
-        "ERR" if detail.contains("ACL failure") => of_word(server, "NOPERM", detail),
+        "ERR"
+            if detail.contains("ACL failure") || detail.contains("executing the script can't") =>
+        {
+            of_word(server, "NOPERM", detail)
+        }
         "ERR" if detail.contains("max number of clients") => new(
             Code::Unavailable,
             "the server has as many clients as it takes",

@@ -65,7 +65,7 @@ use everbus_core::{Engine, Result};
 use crate::broker::{Redis, Shared};
 use crate::keys::Space;
 
-pub use config::{DEFAULT_STALE, DEFAULT_WINDOW, Options};
+pub use config::{DEFAULT_KEPT, DEFAULT_STALE, DEFAULT_WINDOW, Options};
 
 /// Connects to a server and opens the engine. A server that would lose events by its settings is refused.
 pub async fn open(url: &str, options: Options) -> Result<Engine> {

@@ -92,6 +92,18 @@ impl Shared {
         Ok(())
     }
 
+    /// The dialect of a stream: that of the table, if one is declared here.
+    pub(crate) fn dialect(&self, key: &str, registry: &Registry) -> Dialect {
+        let table = self.table.read().clone();
+        let dotted = self.space.types(key).swap_remove(0);
+        let declared = table.as_ref().and_then(|table| table.of(&dotted));
+        match declared.map(|stream| &stream.dialect) {
+            Some(Some(name)) => name.parse().unwrap_or(Dialect::Native),
+            Some(None) => Dialect::Native,
+            None => registry.dialect(key),
+        }
+    }
+
     /// The stream of an event type, and its dialect.
     pub(crate) fn route(&self, event_type: &str) -> Result<(String, Dialect)> {
         let table = self.table.read().clone();

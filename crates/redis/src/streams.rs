@@ -82,26 +82,15 @@ impl Shared {
 
     /// Removes what every group has finished from streams that are over their limits of length and age.
     pub(crate) async fn trim_all(&self) -> Result<()> {
-        let Some(table) = self.table.read().clone() else {
-            return Ok(());
-        };
-        if table
-            .iter()
-            .all(|s| s.limit.is_none() && s.max_age.is_none())
-        {
-            return Ok(());
-        }
+        let table = self.table.read().clone();
         let registry = self.load_registry().await?;
         let groups = self.load_groups().await?;
         let now = self.options.clock.now();
         for key in registry.streams.keys() {
-            let types = self.space.types(key);
-            let Some(stream) = table.of(&types[0]) else {
-                continue;
-            };
-            if stream.limit.is_none() && stream.max_age.is_none() {
-                continue;
-            }
+            let dotted = self.space.types(key).swap_remove(0);
+            let stream = table.as_ref().and_then(|table| table.of(&dotted));
+            let limit = stream.and_then(|stream| stream.limit.as_ref());
+            let age = stream.and_then(|stream| stream.max_age);
             let (mut wanting, mut others) = (Vec::new(), Vec::new());
             for (record, _) in &groups {
                 let name = keys::group_name(&record.name);
@@ -111,13 +100,18 @@ impl Shared {
                     false => others.push(name),
                 }
             }
-            let most = stream
-                .limit
-                .as_ref()
-                .map_or(-1, |limit| i64::try_from(limit.max_len).unwrap_or(i64::MAX));
-            let oldest = stream
-                .max_age
-                .map_or(-1, |age| now.minus(age).as_micros() / 1000);
+            // What no group wants is finished by none.
+            let kept = self.options.keep_finished.filter(|_| !wanting.is_empty());
+            let most = match (limit, age) {
+                (Some(limit), _) => Some(limit.max_len),
+                (None, Some(_)) => None,
+                (None, None) => kept,
+            };
+            let most = most.map_or(-1, |most| i64::try_from(most).unwrap_or(i64::MAX));
+            let oldest = age.map_or(-1, |age| now.minus(age).as_micros() / 1000);
+            if most < 0 && oldest < 0 {
+                continue;
+            }
             let mut arguments = Arguments::default();
             arguments
                 .text(key)

@@ -3,6 +3,26 @@
 -- the engine that do not want it. Events with an open dead letter stay.
 local key, most, oldest = arg(), num(), num()
 if redis.call('TYPE', key).ok ~= 'stream' then return '0' end
+local want = nil
+if most >= 0 then
+  local length = redis.call('XLEN', key)
+  if length > most then
+    local from, left = '-', math.min(length - most, 5000)
+    while left > 0 do
+      local page = redis.call('XRANGE', key, from, '+', 'COUNT', math.min(left + 1, 500))
+      if #page == 0 then break end
+      want = page[#page][1]
+      left = left - #page
+      from = '(' .. want
+      if left <= 0 then break end
+    end
+  end
+end
+if oldest >= 0 then
+  local by_age = int(oldest) .. '-0'
+  if not want or pad(by_age) > pad(want) then want = by_age end
+end
+if not want then return '0' end
 local floor = nil
 local function lower(id)
   local text = pad(id)
@@ -32,26 +52,6 @@ for _, g in ipairs(redis.call('HKEYS', P .. 'groups')) do
     if of_key == key then lower(id) end
   end
 end
-local want = nil
-if most >= 0 then
-  local length = redis.call('XLEN', key)
-  if length > most then
-    local from, left = '-', math.min(length - most, 5000)
-    while left > 0 do
-      local page = redis.call('XRANGE', key, from, '+', 'COUNT', math.min(left + 1, 500))
-      if #page == 0 then break end
-      want = page[#page][1]
-      left = left - #page
-      from = '(' .. want
-      if left <= 0 then break end
-    end
-  end
-end
-if oldest >= 0 then
-  local by_age = int(oldest) .. '-0'
-  if not want or pad(by_age) > pad(want) then want = by_age end
-end
-if not want then return '0' end
 if floor and floor[1] < pad(want) then want = floor[2] end
 redis.call('ZREMRANGEBYLEX', P .. 'addressed:' .. key, '-', '(' .. pad(want))
 return tostring(redis.call('XTRIM', key, 'MINID', want))

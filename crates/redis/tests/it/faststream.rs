@@ -210,6 +210,11 @@ async fn a_group_is_shared_with_faststream() {
     let ours = ours
         .iter()
         .map(|(event, _)| event.json::<Value>().unwrap()["order"].as_u64().unwrap());
+    let ours: Vec<u64> = ours.collect();
+    assert!(
+        !theirs.is_empty() && !ours.is_empty(),
+        "{theirs:?} {ours:?}"
+    );
     let mut all: Vec<u64> = theirs.iter().copied().chain(ours).collect();
     all.sort_unstable();
     assert_eq!(all, (0..40).collect::<Vec<u64>>(), "each once");

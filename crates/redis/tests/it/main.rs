@@ -8,6 +8,7 @@
 
 mod bad_input;
 mod beside;
+mod configured;
 mod conformance;
 mod failure_modes;
 mod faststream;
