@@ -449,8 +449,6 @@ async fn spaces_are_apart() {
 }
 
 // conformance: framework/dlq-fields: on Redis a dead letter has the specified fields, the stream among them
-// conformance: framework/dlq-fields: on Redis a dead letter has the specified fields, the stream among them
-// conformance: framework/dlq-fields: on Redis a dead letter has the specified fields, the stream among them
 // conformance: framework/dlq-stream-names: a dead letter is an entry of dlq:{stream} with original_event, error, attempts, failed_at and original_stream
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -152,10 +152,6 @@ async fn both_ways(version: &str) {
 
 // conformance: framework/redis-flow: a publisher and a consumer group exchange OrderPlaced over orders:order-placed
 // conformance: framework/dlq-retry-count: x-retry-count of a message from FastStream is counted as attempts
-// conformance: framework/redis-flow: a publisher and a consumer group exchange OrderPlaced over orders:order-placed
-// conformance: framework/dlq-retry-count: x-retry-count of a message from FastStream is counted as attempts
-// conformance: framework/redis-flow: a publisher and a consumer group exchange OrderPlaced over orders:order-placed
-// conformance: framework/dlq-retry-count: x-retry-count of a message from FastStream is counted as attempts
 // conformance: framework/framework-faststream: services on FastStream 0.5.34 produce to and consume from the same streams, both ways
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
