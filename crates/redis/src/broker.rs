@@ -163,7 +163,9 @@ impl Broker for Redis {
             shared.be_alive().await?;
             shared.start_tasks();
             let consumer = RedisConsumer::start(shared.clone(), known, options);
-            shared.tell_handlers().await?;
+            // Others learn it with the next sign of life at the latest; a full memory must not keep a consumer from
+            // starting.
+            let _ = shared.tell_handlers().await;
             Ok(Box::new(consumer) as Box<dyn Consumer>)
         })
     }
