@@ -168,13 +168,13 @@ fn a_configuration_that_cannot_be_used_is_a_clear_error() {
     let shop = Shop::new();
     write(
         &shop,
-        "redis.yaml",
-        "broker: {url: 'redis://me:hunter2@cache'}\n",
+        "kafka.yaml",
+        "broker: {url: 'kafka://me:hunter2@cache'}\n",
     );
-    let said = shop.run(&["--config", "redis.yaml", "groups"]);
+    let said = shop.run(&["--config", "kafka.yaml", "groups"]);
     assert!(!said.err.contains("hunter2"), "{said:?}");
     let said = said.failed(2, "InvalidUrl");
-    assert!(said.contains("redis.yaml names a redis broker"), "{said}");
+    assert!(said.contains("kafka.yaml names a kafka broker"), "{said}");
     write(&shop, "memory.yaml", "broker: {type: memory}\n");
     shop.run(&["--config", "memory.yaml", "publish", "a.b"])
         .failed(2, "InvalidUrl");
