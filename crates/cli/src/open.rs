@@ -193,6 +193,7 @@ impl Place {
         );
         let hint = match broker.kind {
             BrokerKind::Nats => "build with `--features nats`, or name a file with --db",
+            BrokerKind::Redis => "build with `--features redis`, or name a file with --db",
             _ => "use type sqlite there, or name a file with --db",
         };
         Err(Error::new(Code::InvalidUrl, what).hint(hint).into())

@@ -81,37 +81,37 @@ fn a_good_configuration_passes_and_a_missing_engine_is_a_warning() {
     let shop = Shop::new();
     write(
         &shop,
-        "redis.yaml",
-        "broker:\n  type: redis\n  url: ${REDIS_URL}\n",
+        "kafka.yaml",
+        "broker:\n  type: kafka\n  url: ${KAFKA_URL}\n",
     );
     let check = |format: &str| {
-        let mut command = shop.command(&["-o", format, "check", "--config", "redis.yaml"]);
-        command.env("REDIS_URL", "redis://me:hunter2@cache:6379");
+        let mut command = shop.command(&["-o", format, "check", "--config", "kafka.yaml"]);
+        command.env("KAFKA_URL", "kafka://me:hunter2@cache:9092");
         crate::support::Ran::from(command.output().unwrap())
     };
     let text = check("text").ok();
     assert!(
-        text.contains("broker redis://***@cache:6379, 0 consumers"),
+        text.contains("broker kafka://***@cache:9092, 0 consumers"),
         "{text}"
     );
     assert!(
-        text.contains("warning: this build has no engine for redis"),
+        text.contains("warning: this build has no engine for kafka"),
         "{text}"
     );
     let report = check("json").json();
     assert_eq!(report["ok"], true);
     assert_eq!(
         report["broker"],
-        json!({ "type": "redis", "url": "redis://***@cache:6379" })
+        json!({ "type": "kafka", "url": "kafka://***@cache:9092" })
     );
     assert_eq!(report["warnings"].as_array().unwrap().len(), 1);
     // Without the variable it does not pass, and says which one it is.
-    let mut command = shop.command(&["check", "--config", "redis.yaml"]);
-    let ran = crate::support::Ran::from(command.env_remove("REDIS_URL").output().unwrap());
+    let mut command = shop.command(&["check", "--config", "kafka.yaml"]);
+    let ran = crate::support::Ran::from(command.env_remove("KAFKA_URL").output().unwrap());
     assert_eq!(ran.code, 1, "{ran:?}");
     assert!(
         ran.out
-            .contains("redis.yaml:3:8: broker.url: the variable REDIS_URL is not set")
+            .contains("kafka.yaml:3:8: broker.url: the variable KAFKA_URL is not set")
     );
 
     write(&shop, "file.yaml", "broker: {url: 'sqlite:shop.db'}\n");
@@ -168,13 +168,13 @@ fn a_configuration_that_cannot_be_used_is_a_clear_error() {
     let shop = Shop::new();
     write(
         &shop,
-        "redis.yaml",
-        "broker: {url: 'redis://me:hunter2@cache'}\n",
+        "kafka.yaml",
+        "broker: {url: 'kafka://me:hunter2@cache'}\n",
     );
-    let said = shop.run(&["--config", "redis.yaml", "groups"]);
+    let said = shop.run(&["--config", "kafka.yaml", "groups"]);
     assert!(!said.err.contains("hunter2"), "{said:?}");
     let said = said.failed(2, "InvalidUrl");
-    assert!(said.contains("redis.yaml names a redis broker"), "{said}");
+    assert!(said.contains("kafka.yaml names a kafka broker"), "{said}");
     write(&shop, "memory.yaml", "broker: {type: memory}\n");
     shop.run(&["--config", "memory.yaml", "publish", "a.b"])
         .failed(2, "InvalidUrl");

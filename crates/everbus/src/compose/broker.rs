@@ -98,11 +98,11 @@ impl Shared {
         batch.into_iter().partition(|delivery| is_first(delivery))
     }
 
-    /// The delivery of a lease. A broker without fencing tokens would apply a late verdict to another
-    /// delivery of the event, so a verdict after the end of its lease is refused here.
+    /// The delivery of a lease. A verdict after the end of its lease is refused here: a broker without fencing
+    /// tokens would apply it to another delivery of the event, and with them the store would have it already.
     fn held(&self, lease: &Lease) -> Option<Held> {
         let held = self.lock().get(lease).cloned()?;
-        let is_over = !self.offers.fencing && held.until < self.clock.now();
+        let is_over = held.until < self.clock.now();
         (!is_over).then_some(held)
     }
 }
@@ -118,8 +118,8 @@ pub(super) struct Beside {
 
 /// What to tell the broker after the store is written.
 enum Next {
-    /// This verdict, and the events published with it.
-    Tell(Verdict, Vec<Event>),
+    /// This verdict.
+    Tell(Verdict),
     /// Nothing: the event waits in this process until it is due.
     Wait(Duration, Box<Delivery>),
 }
@@ -135,8 +135,11 @@ impl Beside {
         let jumped = Arc::<Notify>::default();
         let wake = jumped.clone();
         clock.on_jump(Box::new(move || wake.notify_waiters()));
+        // Follow-ups come before everything that the store gets: an event that the store has as handled, and
+        // whose verdict the broker never got, would not run again.
+        let offers = broker.capabilities().atomic_follow_ups(false);
         let shared = Arc::new(Shared {
-            offers: broker.capabilities(),
+            offers,
             broker,
             store,
             clock,
@@ -190,16 +193,10 @@ impl Beside {
             )
             .hint("do the effect in the handler, with the context's idempotency key"));
         }
-        let waits_here = matches!(&verdict, Verdict::Retry { after, .. } | Verdict::Release { after } if !self.can_delay(*after));
-        let follow_ups = if self.shared.offers.atomic_follow_ups && !waits_here {
-            follow_ups
-        } else {
-            if !held.appended.load(Ordering::Acquire) {
-                self.append_first(follow_ups).await?;
-                held.appended.store(true, Ordering::Release);
-            }
-            Vec::new()
-        };
+        if !held.appended.load(Ordering::Acquire) {
+            self.append_first(follow_ups).await?;
+            held.appended.store(true, Ordering::Release);
+        }
         let store = &self.shared.store;
         let (group, record) = (held.group.clone(), held.delivery.record.clone());
         match verdict {
@@ -214,11 +211,11 @@ impl Beside {
                     };
                     store.record_handled(group, both).await?;
                 }
-                Ok(Next::Tell(Verdict::Ack, follow_ups))
+                Ok(Next::Tell(Verdict::Ack))
             }
             Verdict::Skip { reason } => {
                 store.record_skip(group, record, reason).await?;
-                Ok(Next::Tell(Verdict::Ack, follow_ups))
+                Ok(Next::Tell(Verdict::Ack))
             }
             Verdict::Retry { after, failure } => {
                 store.record_failure(group, record, failure.clone()).await?;
@@ -226,18 +223,18 @@ impl Beside {
                 again.attempt += 1;
                 again.failures.push(failure.clone());
                 let verdict = Verdict::Retry { after, failure };
-                Ok(self.later(after, again, verdict, follow_ups))
+                Ok(self.later(after, again, verdict))
             }
             Verdict::Dead { failure } if self.ephemeral().contains(&group) => {
-                Ok(Next::Tell(Verdict::Dead { failure }, follow_ups))
+                Ok(Next::Tell(Verdict::Dead { failure }))
             }
             Verdict::Dead { failure } => {
                 self.bury(held, failure).await?;
-                Ok(Next::Tell(Verdict::Ack, follow_ups))
+                Ok(Next::Tell(Verdict::Ack))
             }
             Verdict::Release { after } => {
                 let again = held.delivery.clone();
-                Ok(self.later(after, again, Verdict::Release { after }, follow_ups))
+                Ok(self.later(after, again, Verdict::Release { after }))
             }
         }
     }
@@ -248,15 +245,9 @@ impl Beside {
     }
 
     /// Leaves the wait to the broker if it supports delays, and to this process otherwise.
-    fn later(
-        &self,
-        after: Duration,
-        again: Delivery,
-        verdict: Verdict,
-        events: Vec<Event>,
-    ) -> Next {
+    fn later(&self, after: Duration, again: Delivery, verdict: Verdict) -> Next {
         if self.can_delay(after) {
-            Next::Tell(verdict, events)
+            Next::Tell(verdict)
         } else {
             Next::Wait(after, Box::new(again))
         }
@@ -337,11 +328,9 @@ impl Beside {
                 )),
             };
             answers.push(match (next, held) {
-                (Ok(Next::Tell(verdict, follow_ups)), _) => {
+                (Ok(Next::Tell(verdict)), _) => {
                     told.push(index);
-                    let mut settlement = Settlement::new(lease, verdict);
-                    settlement.follow_ups = follow_ups;
-                    tell.push(settlement);
+                    tell.push(Settlement::new(lease, verdict));
                     Ok(())
                 }
                 (Ok(Next::Wait(after, delivery)), Some(held)) => {
@@ -386,8 +375,8 @@ impl BrokerLayer for Beside {
         &*self.shared.broker
     }
 
-    /// The capabilities of the broker itself, without what this layer adds. A dead letter is written to the
-    /// store before the broker gets the verdict, and no effect runs in the transaction of an ack.
+    /// The capabilities of the broker itself, without what this layer adds. Follow-ups and dead letters are
+    /// durable before the broker gets the verdict, and no effect runs in the transaction of an ack.
     fn capabilities(&self) -> Capabilities {
         let offers = self.shared.offers.clone();
         let mut offers = offers.atomic_dead_letter(false);

@@ -23,6 +23,8 @@ pub(super) const KEYS: &[&str] = &[
     "copies",
     "allow_shorter_age",
 ];
+/// Those that a Redis server has as well.
+const OF_REDIS: &[&str] = &["user", "password", "tls", "foreign"];
 const FOREIGN: &[(&str, bool)] = &[("dead_letter", false), ("raw", true)];
 
 /// The engine of the broker or of the store.
@@ -86,7 +88,8 @@ impl BrokerKind {
             Self::Sqlite => cfg!(feature = "sqlite"),
             Self::Nats => cfg!(feature = "nats"),
             Self::Postgres => cfg!(feature = "postgres"),
-            Self::Redis | Self::Kafka => false,
+            Self::Redis => cfg!(feature = "redis"),
+            Self::Kafka => false,
         }
     }
 
@@ -248,10 +251,14 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
 /// The keys for a server.
 fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> Access {
     // All but those that every engine has.
-    let mut given = KEYS.iter().skip(3).filter_map(|key| section.get(key));
-    if kind != BrokerKind::Nats
-        && let Some(field) = given.next()
-    {
+    let taken = |key: &str| match kind {
+        BrokerKind::Nats => true,
+        BrokerKind::Redis => OF_REDIS.contains(&key),
+        _ => false,
+    };
+    let others = KEYS.iter().skip(3).filter(|key| !taken(key));
+    let mut given = others.filter_map(|key| section.get(key));
+    if let Some(field) = given.next() {
         let what = format!(
             "{} is for a nats broker, and this one is {kind}",
             field.path

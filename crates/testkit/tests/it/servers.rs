@@ -6,7 +6,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use everbus_testkit::servers::{
-    Nats, NatsCluster, NatsOptions, PgBouncer, Postgres, PostgresOptions, Proxy,
+    Flavour, Nats, NatsCluster, NatsOptions, PgBouncer, Postgres, PostgresOptions, Proxy, Redis,
+    RedisOptions,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -263,5 +264,27 @@ fn a_server_ends_with_its_test() {
     while listens(port) {
         assert!(begin.elapsed() < PATIENCE, "the server is still there");
         std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+// conformance: contract/test-redis: tests have a private Redis or Valkey server that they kill, restart and pause
+// needs: redis-server
+#[test]
+fn redis_is_killed_restarted_and_paused() {
+    for flavour in [Flavour::Redis, Flavour::Valkey] {
+        let options = RedisOptions::default().flavour(flavour);
+        let Some(server) = Redis::start(options) else {
+            return;
+        };
+        server.command("SET k v");
+        server.kill();
+        assert!(!listens(server.port()));
+        server.restart();
+        assert!(listens(server.port()));
+        // What was written is there again.
+        server.command("RENAME k other");
+        server.pause();
+        server.resume();
+        server.command("GET other");
     }
 }

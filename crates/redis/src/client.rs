@@ -1,0 +1,374 @@
+//! The connection: requests with an answer, and what happens to them when it breaks.
+//!
+//! All requests share one connection, except reads that block. A connection that broke is made anew with the
+//! next request, with a pause that grows while the server is away.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use everbus_core::{Code, Error, Result};
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncConnectionConfig, Client, Cmd, IntoConnectionInfo, RedisError, Script, Value};
+use tokio::sync::Notify;
+
+use crate::config::{Address, Options};
+use crate::errors;
+
+/// The first and the longest pause between two tries to connect.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(640));
+
+/// The connection of one engine.
+pub(crate) struct Link {
+    client: Client,
+    current: tokio::sync::Mutex<Current>,
+    timeout: Duration,
+    pub(crate) server: String,
+    prefix: String,
+    closed: AtomicBool,
+    /// Notified once it is closed.
+    pub(crate) closing: Notify,
+    running: AtomicUsize,
+    idle: Notify,
+}
+
+#[derive(Default)]
+struct Current {
+    connection: Option<MultiplexedConnection>,
+    number: u64,
+    /// No try to connect before this.
+    not_before: Option<Instant>,
+    pause: Duration,
+}
+
+/// A call that is under way: [`Link::close`] waits for it.
+pub(crate) struct Running<'a>(&'a Link);
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        if self.0.running.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.idle.notify_waiters();
+        }
+    }
+}
+
+/// Prepares the connection to a server.
+pub(crate) fn link(address: &Address, options: &Options, prefix: &str) -> Result<Link> {
+    let server = address.server();
+    let refused = |error: &RedisError| {
+        errors::of_server(&server, error).unwrap_or_else(|| {
+            let detail = error
+                .detail()
+                .unwrap_or("the URL or the certificates")
+                .to_owned();
+            errors::of_word(&server, "CONFIG", &detail)
+        })
+    };
+    let tls = address.tls || options.tls;
+    let scheme = if tls { "rediss" } else { "redis" };
+    let host = match address.host.contains(':') {
+        true => format!("[{}]", address.host),
+        false => address.host.clone(),
+    };
+    let url = format!("{scheme}://{host}:{}/{}", address.port, address.database);
+    let info = url.into_connection_info().map_err(|e| refused(&e))?;
+    let mut settings = info.redis_settings().clone().set_skip_set_lib_name();
+    if let Some(user) = address.user.as_ref().or(options.user.as_ref()) {
+        settings = settings.set_username(user);
+    }
+    if let Some(password) = address.password.as_ref().or(options.password.as_ref()) {
+        settings = settings.set_password(password);
+    }
+    let info = info.set_redis_settings(settings);
+    let client = match &options.ca_file {
+        Some(file) if tls => {
+            let root = std::fs::read(file).map_err(|error| {
+                let what = format!(
+                    "the certificates {} cannot be read: {error}",
+                    file.display()
+                );
+                Error::new(Code::InvalidSetting, what).hint("broker.tls names a PEM file")
+            })?;
+            let certificates = redis::TlsCertificates {
+                client_tls: None,
+                root_cert: Some(root),
+            };
+            Client::build_with_tls(info, certificates)
+        }
+        _ => Client::open(info),
+    };
+    Ok(Link {
+        client: client.map_err(|e| refused(&e))?,
+        current: tokio::sync::Mutex::default(),
+        timeout: options.timeout,
+        server,
+        prefix: prefix.to_owned(),
+        closed: AtomicBool::new(false),
+        closing: Notify::new(),
+        running: AtomicUsize::new(0),
+        idle: Notify::new(),
+    })
+}
+
+impl Link {
+    /// Refuses calls after the close, and counts this one otherwise.
+    pub(crate) fn enter(&self) -> Result<Running<'_>> {
+        self.running.fetch_add(1, Ordering::SeqCst);
+        let running = Running(self);
+        self.check_open()?;
+        Ok(running)
+    }
+
+    /// Counts a task that [`Link::close`] waits for.
+    pub(crate) fn join(&self) {
+        self.running.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// The task has ended.
+    pub(crate) fn part(&self) {
+        drop(Running(self));
+    }
+
+    pub(crate) fn check_open(&self) -> Result<()> {
+        match self.closed.load(Ordering::SeqCst) {
+            true => Err(Error::shutdown()),
+            false => Ok(()),
+        }
+    }
+
+    /// Refuses new calls. True for the first call.
+    pub(crate) fn begin_close(&self) -> bool {
+        let first = !self.closed.swap(true, Ordering::SeqCst);
+        self.closing.notify_waiters();
+        first
+    }
+
+    /// Waits for the running calls, then closes the connection.
+    pub(crate) async fn close(&self) {
+        let quiet = async {
+            loop {
+                let idle = self.idle.notified();
+                if self.running.load(Ordering::SeqCst) == 0 {
+                    return;
+                }
+                idle.await;
+            }
+        };
+        let _ = tokio::time::timeout(self.timeout, quiet).await;
+        self.current.lock().await.connection = None;
+    }
+
+    /// A connection of its own, for reads that block up to `block`.
+    pub(crate) async fn own_connection(&self, block: Duration) -> Result<MultiplexedConnection> {
+        self.connect(block + self.timeout).await
+    }
+
+    async fn connect(&self, answer: Duration) -> Result<MultiplexedConnection> {
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.timeout))
+            .set_response_timeout(Some(answer));
+        let connecting = self
+            .client
+            .get_multiplexed_async_connection_with_config(&config);
+        // The server may take the connection and answer nothing.
+        match tokio::time::timeout(self.timeout, connecting).await {
+            Ok(connection) => connection.map_err(|error| self.error(&error, false)),
+            Err(_) => Err(errors::away(&self.server, "no answer in time", false)),
+        }
+    }
+
+    async fn connection(&self) -> Result<(u64, MultiplexedConnection)> {
+        let mut current = self.current.lock().await;
+        if let Some(connection) = &current.connection {
+            return Ok((current.number, connection.clone()));
+        }
+        if let Some(until) = current.not_before {
+            tokio::time::sleep_until(until.into()).await;
+        }
+        match self.connect(self.timeout).await {
+            Ok(connection) => {
+                *current = Current {
+                    connection: Some(connection.clone()),
+                    number: current.number + 1,
+                    not_before: None,
+                    pause: PAUSES.0,
+                };
+                Ok((current.number, connection))
+            }
+            Err(error) => {
+                current.pause = (current.pause * 2).clamp(PAUSES.0, PAUSES.1);
+                current.not_before = Some(Instant::now() + current.pause);
+                Err(error)
+            }
+        }
+    }
+
+    /// The connection with this number is not used any more.
+    async fn give_up(&self, number: u64) {
+        let mut current = self.current.lock().await;
+        if current.number == number {
+            current.connection = None;
+        }
+    }
+
+    /// The error of a request; `sent`: it may have taken effect.
+    pub(crate) fn error(&self, error: &RedisError, sent: bool) -> Error {
+        if let Some(error) = errors::of_server(&self.server, error) {
+            return error;
+        }
+        let what = match error.is_timeout() {
+            true => "no answer in time".to_owned(),
+            false => format!("the connection failed: {error}"),
+        };
+        errors::away(&self.server, &what, sent)
+    }
+
+    /// Sends a command and waits for its answer. An error says whether it may have taken effect.
+    pub(crate) async fn ask(&self, command: &Cmd) -> Result<Value> {
+        let (number, mut connection) = self.connection().await?;
+        match connection
+            .send_packed_command(command)
+            .await
+            .and_then(Value::extract_error)
+        {
+            Ok(answer) => Ok(answer),
+            Err(error) => Err(self.failed(number, &error).await),
+        }
+    }
+
+    async fn failed(&self, number: u64, error: &RedisError) -> Error {
+        let said = errors::of_server(&self.server, error).is_some();
+        if !said || error.code() == Some("READONLY") {
+            self.give_up(number).await;
+        }
+        self.error(error, true)
+    }
+
+    /// Runs a script with these arguments. The server is told its text if it does not know it.
+    pub(crate) async fn run(&self, script: &Script, arguments: &Arguments) -> Result<Value> {
+        let (number, mut connection) = self.connection().await?;
+        let mut call = redis::cmd("EVALSHA");
+        call.arg(script.get_hash()).arg(1).arg(&self.prefix);
+        for argument in &arguments.0 {
+            call.arg(&argument[..]);
+        }
+        for again in [false, true] {
+            let answer = connection.send_packed_command(&call).await;
+            match answer.and_then(Value::extract_error) {
+                Ok(answer) => return Ok(answer),
+                Err(error) if error.code() == Some("NOSCRIPT") && !again => {
+                    if let Err(error) = script.load_async(&mut connection).await {
+                        return Err(self.failed(number, &error).await);
+                    }
+                }
+                Err(error) => return Err(self.failed(number, &error).await),
+            }
+        }
+        Err(Error::new(
+            Code::Unavailable,
+            "the server forgets scripts at once",
+        ))
+    }
+}
+
+/// The arguments of a script.
+#[derive(Default)]
+pub(crate) struct Arguments(Vec<bytes::Bytes>);
+
+impl Arguments {
+    pub(crate) fn text(&mut self, text: &str) -> &mut Self {
+        self.0.push(bytes::Bytes::copy_from_slice(text.as_bytes()));
+        self
+    }
+
+    pub(crate) fn owned(&mut self, text: String) -> &mut Self {
+        self.0.push(text.into());
+        self
+    }
+
+    pub(crate) fn number(&mut self, number: impl std::fmt::Display) -> &mut Self {
+        self.owned(number.to_string())
+    }
+
+    pub(crate) fn millis(&mut self, time: Duration) -> &mut Self {
+        self.number(
+            u64::try_from(time.as_millis())
+                .unwrap_or(u64::MAX)
+                .min(1 << 50),
+        )
+    }
+
+    pub(crate) fn bytes(&mut self, bytes: bytes::Bytes) -> &mut Self {
+        self.0.push(bytes);
+        self
+    }
+
+    pub(crate) fn append(&mut self, mut more: Self) -> &mut Self {
+        self.0.append(&mut more.0);
+        self
+    }
+
+    pub(crate) fn list<T: AsRef<str>>(&mut self, texts: &[T]) -> &mut Self {
+        self.number(texts.len());
+        for text in texts {
+            self.text(text.as_ref());
+        }
+        self
+    }
+}
+
+/// Reads an answer of the server.
+pub(crate) trait Read {
+    fn list(self) -> Result<Vec<Value>>;
+    fn bytes(self) -> Result<bytes::Bytes>;
+    fn text(self) -> Result<String>;
+    fn number(self) -> Result<u64>;
+}
+
+impl Read for Value {
+    fn list(self) -> Result<Vec<Value>> {
+        match self {
+            Value::Array(list) | Value::Set(list) => Ok(list),
+            Value::Map(pairs) => Ok(pairs.into_iter().flat_map(|(k, v)| [k, v]).collect()),
+            Value::Nil => Ok(Vec::new()),
+            other => Err(errors::unreadable(&format!("{} is no list", kind(&other)))),
+        }
+    }
+
+    fn bytes(self) -> Result<bytes::Bytes> {
+        match self {
+            Value::BulkString(bytes) => Ok(bytes.into()),
+            Value::SimpleString(text) => Ok(text.into()),
+            Value::Okay => Ok("OK".into()),
+            Value::Int(number) => Ok(number.to_string().into()),
+            Value::Nil => Ok(bytes::Bytes::new()),
+            other => Err(errors::unreadable(&format!("{} is no text", kind(&other)))),
+        }
+    }
+
+    fn text(self) -> Result<String> {
+        let bytes = self.bytes()?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    fn number(self) -> Result<u64> {
+        match self {
+            Value::Int(number) => Ok(u64::try_from(number).unwrap_or(0)),
+            other => {
+                let text = other.text()?;
+                text.parse()
+                    .map_err(|_| errors::unreadable("a number was expected"))
+            }
+        }
+    }
+}
+
+/// What an answer is, without its content: payloads do not belong into errors.
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Nil => "nothing",
+        Value::Int(_) => "a number",
+        Value::BulkString(_) | Value::SimpleString(_) | Value::Okay => "a text",
+        Value::Array(_) => "a list",
+        _ => "something else",
+    }
+}

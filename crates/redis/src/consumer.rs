@@ -1,0 +1,599 @@
+//! The consumer: it claims what a fetch wants, and hands out what was claimed.
+//!
+//! A claim runs in a task of its own, so that a fetch that is dropped loses nothing: what was claimed is on the
+//! desk for the next fetch, and goes back without an attempt if none comes.
+
+use std::collections::VecDeque;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use everbus_core::{
+    BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Error, Failure, FailureKind, Lease,
+    Pattern, Recorded, Result, Window, no_group,
+};
+use parking_lot::Mutex;
+use redis::Value;
+use tokio::sync::{Notify, watch};
+
+use crate::broker::Shared;
+use crate::client::{Arguments, Read};
+use crate::errors;
+use crate::groups::Group;
+use crate::held::Hold;
+use crate::keys::EntryId;
+use crate::registry::Registry;
+use crate::scripts::CLAIM;
+use crate::wire::{self, Around};
+
+/// The most events of one claim: the server does nothing else meanwhile.
+const MOST: usize = 512;
+/// An idle consumer looks this often, for what another process gave back.
+const LOOK: Duration = Duration::from_secs(1);
+/// The pause after a failed claim.
+const AFTER_ERROR: Duration = Duration::from_millis(200);
+/// For how long an event of a type without a handler here is left to other processes.
+const LEFT: Duration = Duration::from_secs(5);
+
+/// An event under a lease that no fetch has taken yet.
+pub(crate) struct Item {
+    key: Arc<str>,
+    member: Arc<str>,
+    proof: Arc<str>,
+    record: Arc<Recorded>,
+    attempt: u32,
+    failures: Vec<Failure>,
+    again: bool,
+    came: Instant,
+}
+
+/// What a consumer and its claims share.
+pub(crate) struct Inner {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) group: Arc<Group>,
+    pub(crate) number: u64,
+    pub(crate) lease: Duration,
+    pub(crate) no_handler_after: Duration,
+    desk: Mutex<Desk>,
+    changed: Notify,
+}
+
+struct Desk {
+    ready: VecDeque<Item>,
+    error: Option<Error>,
+    prefetch: usize,
+    handled: Arc<[Pattern]>,
+    ended: bool,
+    claiming: bool,
+    /// How many may be in flight: a delivered event may have begun.
+    window: Window,
+    settled: usize,
+    /// How long the last claim took.
+    step: Duration,
+    /// The tags of claims whose answers were lost.
+    undo: Vec<String>,
+    claims: u64,
+    /// When to claim again.
+    look: Instant,
+    /// The stream that the next claim begins with.
+    first: usize,
+    /// When events without a handler are looked for.
+    orphans: Instant,
+}
+
+pub(crate) struct RedisConsumer {
+    inner: Arc<Inner>,
+    wakes: watch::Receiver<u64>,
+}
+
+impl RedisConsumer {
+    pub(crate) fn start(shared: Arc<Shared>, group: Arc<Group>, options: ConsumeOptions) -> Self {
+        let desk = Desk {
+            ready: VecDeque::new(),
+            error: None,
+            prefetch: options.prefetch,
+            handled: options.handled.into(),
+            ended: false,
+            claiming: false,
+            window: Window::new(options.concurrency),
+            settled: 0,
+            step: Duration::from_millis(1),
+            undo: Vec::new(),
+            claims: 0,
+            look: Instant::now(),
+            first: 0,
+            orphans: Instant::now(),
+        };
+        let inner = Arc::new(Inner {
+            number: shared.number(),
+            lease: options.lease,
+            no_handler_after: options.no_handler_after,
+            desk: Mutex::new(desk),
+            changed: Notify::new(),
+            group,
+            shared,
+        });
+        inner.group.consumers.lock().push(Arc::downgrade(&inner));
+        let wakes = inner.shared.wakes.subscribe();
+        Self { inner, wakes }
+    }
+}
+
+impl Inner {
+    /// A delivery was settled: there may be room.
+    pub(crate) fn settled(&self) {
+        self.desk.lock().settled += 1;
+        self.changed.notify_waiters();
+    }
+
+    /// Claims again after this long at the latest.
+    pub(crate) fn look_after(&self, after: Duration) {
+        {
+            let mut desk = self.desk.lock();
+            desk.look = desk.look.min(Instant::now() + after);
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// The patterns that it has handlers for; none once it has ended.
+    pub(crate) fn handled(&self) -> Option<Arc<[Pattern]>> {
+        let desk = self.desk.lock();
+        (!desk.ended).then(|| desk.handled.clone())
+    }
+
+    fn is_time_for_orphans(&self) -> bool {
+        let mut desk = self.desk.lock();
+        let is_time = desk.orphans <= Instant::now();
+        if is_time {
+            desk.orphans = Instant::now() + LOOK / 2;
+        }
+        is_time
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut Desk) -> T) -> T {
+        let changed = change(&mut self.desk.lock());
+        self.changed.notify_waiters();
+        changed
+    }
+
+    /// Takes what is ready. What waited too long is given back instead.
+    fn take(self: &Arc<Self>, max: usize) -> Result<Vec<Item>> {
+        let mut desk = self.desk.lock();
+        if let Some(error) = &desk.error {
+            let error = error.clone();
+            // A group that was removed stays removed.
+            if error.code() != Code::GroupNotFound {
+                desk.error = None;
+            }
+            return Err(error);
+        }
+        if desk.prefetch == 0 {
+            return Ok(Vec::new());
+        }
+        let old = |item: &Item| item.came.elapsed() > self.lease / 2;
+        let mut stale = Vec::new();
+        while desk.ready.front().is_some_and(old) {
+            stale.extend(desk.ready.pop_front());
+        }
+        let count = desk.ready.len().min(max);
+        let items = desk.ready.drain(..count).collect();
+        drop(desk);
+        self.give_back(stale);
+        Ok(items)
+    }
+
+    /// Begins a claim if one is due and there is room. Returns when to try again.
+    fn claim(self: &Arc<Self>, max: usize) -> Option<Instant> {
+        let mut desk = self.desk.lock();
+        if desk.claiming || desk.prefetch == 0 || desk.ended || !desk.ready.is_empty() {
+            return None;
+        }
+        if desk.settled > 0 {
+            let (settled, step) = (std::mem::take(&mut desk.settled), desk.step);
+            desk.window.settled(settled, Instant::now(), step);
+        }
+        let most = desk.window.size().min(desk.prefetch);
+        let (held, next) = self.shared.held.count(self.number, most);
+        let want = most.saturating_sub(held).min(max).min(MOST);
+        if want == 0 {
+            return next;
+        }
+        if desk.look > Instant::now() {
+            return Some(desk.look);
+        }
+        desk.claiming = true;
+        desk.look = Instant::now() + LOOK;
+        drop(desk);
+        self.shared.link.join();
+        let inner = self.clone();
+        tokio::spawn(async move {
+            let began = Instant::now();
+            let claimed = inner.claim_now(want).await;
+            let ended = {
+                let mut desk = inner.desk.lock();
+                desk.claiming = false;
+                desk.step = began.elapsed();
+                match claimed {
+                    Ok(items) => desk.ready.extend(items),
+                    Err(error) => {
+                        desk.look = Instant::now() + AFTER_ERROR;
+                        desk.error = Some(error);
+                    }
+                }
+                let closed = inner.shared.link.check_open().is_err();
+                match desk.ended || desk.prefetch == 0 || closed {
+                    true => desk.ready.drain(..).collect(),
+                    false => Vec::new(),
+                }
+            };
+            inner.return_items(ended).await;
+            inner.changed.notify_waiters();
+            inner.shared.link.part();
+            inner.expire_later();
+        });
+        None
+    }
+
+    /// What no fetch takes in time is given back.
+    fn expire_later(self: &Arc<Self>) {
+        if self.desk.lock().ready.is_empty() {
+            return;
+        }
+        let inner = Arc::downgrade(self);
+        let after = self.lease / 2;
+        tokio::spawn(async move {
+            tokio::time::sleep(after).await;
+            if let Some(inner) = inner.upgrade() {
+                let old = |item: &Item| item.came.elapsed() >= after;
+                let stale = {
+                    let mut desk = inner.desk.lock();
+                    let all: Vec<Item> = desk.ready.drain(..).collect();
+                    let (old, fresh): (Vec<Item>, Vec<Item>) = all.into_iter().partition(old);
+                    desk.ready = fresh.into();
+                    old
+                };
+                inner.return_items(stale).await;
+            }
+        });
+    }
+
+    /// Claims and sorts out what is not for this process.
+    async fn claim_now(self: &Arc<Self>, want: usize) -> Result<Vec<Item>> {
+        for _ in 0..20 {
+            let registry = self.shared.registry();
+            let known = self.group.known();
+            let (tag, undo, handled, turn) = {
+                let mut desk = self.desk.lock();
+                desk.claims += 1;
+                desk.first = desk.first.wrapping_add(1);
+                let tag = format!("{}.{}.{}", self.shared.owner, self.number, desk.claims);
+                (tag, desk.undo.clone(), desk.handled.clone(), desk.first)
+            };
+            let space = &self.shared.space;
+            let mut due: Vec<&String> = registry.streams.keys().collect();
+            due.retain(|key| space.wanted(key, &handled));
+            let mut new = due.clone();
+            new.retain(|key| space.wanted(key, &known.patterns));
+            // Each stream has its turn at being the first.
+            for keys in [&mut due, &mut new] {
+                let middle = turn.checked_rem(keys.len()).unwrap_or(0);
+                keys.rotate_left(middle);
+            }
+            let mut arguments = Arguments::default();
+            arguments
+                .text(self.group.name.as_str())
+                .text(self.group.on_server())
+                .text(&known.revision)
+                .text(&registry.version)
+                .text(&tag)
+                .list(&undo)
+                .number(want)
+                .millis(self.lease)
+                .number(self.shared.options.clock.now())
+                .text(if known.record.ordered { "1" } else { "0" })
+                .list(&due)
+                .list(&new);
+            let came = Instant::now();
+            let answer = match self.shared.link.run(&CLAIM, &arguments).await {
+                Ok(answer) => answer,
+                Err(error) => {
+                    if error.outcome_unknown() {
+                        self.desk.lock().undo.push(tag);
+                    }
+                    return Err(error);
+                }
+            };
+            let mut parts = answer.list()?.into_iter();
+            let mut part = || parts.next().unwrap_or(Value::Nil);
+            match part().text()?.as_str() {
+                "ok" => {}
+                "gone" => return Err(no_group(&self.group.name)),
+                _ => {
+                    // Another process changed the group, or there is a new stream.
+                    self.shared.load_registry().await?;
+                    if self.shared.reload(&self.group).await?.is_none() {
+                        return Err(no_group(&self.group.name));
+                    }
+                    continue;
+                }
+            }
+            let (claimed, lost, failed) = (part().list()?, part().list()?, part().list()?);
+            let wait = part().text()?;
+            {
+                let mut desk = self.desk.lock();
+                desk.undo.retain(|tag| !undo.contains(tag));
+                let wait = wait.parse().map_or(LOOK, Duration::from_millis).min(LOOK);
+                desk.look = match claimed.is_empty() {
+                    true => desk.look.min(Instant::now() + wait),
+                    false => Instant::now(),
+                };
+            }
+            for member in lost {
+                let (group, event) = (&self.group.name, member.text()?);
+                tracing::error!(target: "everbus::redis", %group, %event, "an event that the group had yet to finish was deleted from its stream: it is lost to the group");
+            }
+            for error in failed {
+                let (group, error) = (&self.group.name, error.text()?);
+                tracing::error!(target: "everbus::redis", %group, %error, "a stream cannot be read");
+            }
+            if claimed.is_empty() && self.is_time_for_orphans() {
+                self.bury_orphans(&registry, &known.patterns, &handled, &tag)
+                    .await?;
+            }
+            return self.sort(claimed, &registry, &handled, &tag, came).await;
+        }
+        Err(Error::new(
+            Code::Busy,
+            "the group is changed by others all the time",
+        ))
+    }
+
+    async fn sort(
+        &self,
+        claimed: Vec<Value>,
+        registry: &Registry,
+        handled: &[Pattern],
+        tag: &str,
+        came: Instant,
+    ) -> Result<Vec<Item>> {
+        let mut items = Vec::with_capacity(claimed.len());
+        let (mut passed, mut left) = (Vec::new(), Vec::new());
+        for value in claimed {
+            let (item, times) = self.item(value, registry, tag, came)?;
+            let event = &item.record.event;
+            let event_type = event.event_type();
+            let known = self.group.known();
+            let early = |since| item.record.received_at < since;
+            let unwanted = || {
+                let mut patterns = known.patterns.iter();
+                !patterns.any(|pattern| pattern.matches(event_type))
+            };
+            let handles = handled.iter().any(|pattern| pattern.matches(event_type));
+            let first = times == 1 && item.failures.is_empty() && !item.again;
+            // What was handed out before is owed, also after its subscription was removed.
+            let passes = !event.is_for(&self.group.name)
+                || known.record.since.is_some_and(early)
+                || (first || !handles) && !item.again && unwanted();
+            if passes {
+                passed.push((item.member, item.proof));
+            } else if !handles {
+                left.push((item.member, item.proof));
+            } else {
+                items.push(item);
+            }
+        }
+        // Ids grow over all streams: the oldest first.
+        items.sort_by_key(|item| item.record.position.place());
+        let done = passed
+            .into_iter()
+            .map(|(member, proof)| (member, proof, None));
+        let later = left
+            .into_iter()
+            .map(|(member, proof)| (member, proof, Some(LEFT)));
+        let aside: Vec<_> = done.chain(later).collect();
+        if !aside.is_empty() {
+            if items.is_empty() {
+                self.desk.lock().look = Instant::now();
+            }
+            // What cannot be put aside now comes again when its lease ends.
+            if let Err(error) = self.shared.put_aside(&self.group, &aside).await {
+                tracing::debug!(target: "everbus::redis", group = %self.group.name, %error, "putting events aside");
+            }
+        }
+        Ok(items)
+    }
+
+    pub(crate) fn item(
+        &self,
+        value: Value,
+        registry: &Registry,
+        tag: &str,
+        came: Instant,
+    ) -> Result<(Item, u32)> {
+        let mut parts = value.list()?.into_iter();
+        let mut part = || parts.next().unwrap_or(Value::Nil);
+        let (key, id) = (part().text()?, part().text()?);
+        let (token, times) = (part().number()?, part().number()?);
+        let times = u32::try_from(times).unwrap_or(u32::MAX);
+        let failures = part().text()?;
+        let fields = part().list()?.into_iter().map(Read::bytes);
+        let fields: Vec<Bytes> = fields.collect::<Result<_>>()?;
+        let again = part().text()? == "1";
+        let entry = EntryId::parse(&id).ok_or_else(|| errors::unreadable("the id of an entry"))?;
+        let around = Around {
+            space: &self.shared.space,
+            key: &key,
+            id: entry,
+            dialect: registry.dialect(&key),
+        };
+        let read = wire::read(around, &fields);
+        let position = entry.position(self.shared.space.shard(&key)?);
+        let attempt = times.saturating_add(read.retries);
+        let mut failures: Vec<Failure> =
+            serde_json::from_str(&format!("[{failures}]")).unwrap_or_default();
+        if let Some(why) = read.foreign.filter(|_| !self.shared.options.raw_foreign) {
+            let now = self.shared.options.clock.now();
+            failures.push(Failure::new(attempt, now, FailureKind::Corrupt, why));
+        }
+        let item = Item {
+            member: format!("{id}@{key}").into(),
+            key: key.into(),
+            proof: format!("{token}|{tag}").into(),
+            record: Arc::new(Recorded::new(read.event, position, read.received_at)),
+            attempt,
+            failures,
+            again,
+            came,
+        };
+        Ok((item, times))
+    }
+
+    /// Gives events back without an attempt, in the background.
+    fn give_back(self: &Arc<Self>, items: Vec<Item>) {
+        if items.is_empty() {
+            return;
+        }
+        let inner = self.clone();
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            inner.shared.link.join();
+            runtime.spawn(async move {
+                inner.return_items(items).await;
+                inner.shared.link.part();
+            });
+        }
+    }
+
+    async fn return_items(&self, items: Vec<Item>) {
+        if items.is_empty() {
+            return;
+        }
+        let items: Vec<_> = items
+            .into_iter()
+            .map(|item| (item.member, item.proof, Some(Duration::ZERO)))
+            .collect();
+        if let Err(error) = self.shared.put_aside(&self.group, &items).await {
+            tracing::debug!(target: "everbus::redis", group = %self.group.name, %error, "giving events back");
+        }
+        self.group.poke(Duration::ZERO);
+    }
+
+    pub(crate) fn deliver(self: &Arc<Self>, item: Item) -> Delivery {
+        // Not the token of the server: that may come again after the server has lost some.
+        let number = self.shared.number();
+        let words = [self.group.number, number];
+        let lease = Lease::new(item.record.position, words).with_text(item.member.clone());
+        let hold = Hold {
+            group: self.group.clone(),
+            consumer: Arc::downgrade(self),
+            number: self.number,
+            key: item.key,
+            member: item.member,
+            proof: item.proof,
+            record: item.record.clone(),
+            attempt: item.attempt,
+            failures: item.failures.clone(),
+            again: item.again,
+            until: item.came + self.lease,
+        };
+        self.shared.held.hold(number, hold);
+        Delivery::new(item.record, lease)
+            .after(item.attempt, item.failures)
+            .retried(item.again)
+    }
+}
+
+impl Consumer for RedisConsumer {
+    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
+        Box::pin(async move {
+            let (inner, max) = (self.inner.clone(), max.max(1));
+            let shared = inner.shared.clone();
+            loop {
+                let mut changed = pin!(inner.changed.notified());
+                changed.as_mut().enable();
+                let mut closing = pin!(shared.link.closing.notified());
+                closing.as_mut().enable();
+                shared.link.check_open()?;
+                let items = inner.take(max)?;
+                if !items.is_empty() {
+                    return Ok(items.into_iter().map(|item| inner.deliver(item)).collect());
+                }
+                let until = inner.claim(max);
+                let far = Instant::now() + Duration::from_secs(3600);
+                // Only consumers that wait for events need to be woken.
+                let _idle = until.map(|_| shared.idle());
+                tokio::select! {
+                    () = changed => {}
+                    () = closing => {}
+                    woken = self.wakes.changed(), if until.is_some() => {
+                        if woken.is_ok() {
+                            inner.look_after(Duration::ZERO);
+                        }
+                    }
+                    () = tokio::time::sleep_until(until.unwrap_or(far).into()) => {}
+                }
+            }
+        })
+    }
+
+    fn set_handled(&mut self, handled: Vec<Pattern>) {
+        self.inner.change(|desk| {
+            desk.handled = handled.into();
+            desk.look = Instant::now();
+        });
+    }
+
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.resume(0)
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let items = self.inner.change(|desk| {
+                desk.prefetch = prefetch;
+                desk.look = Instant::now();
+                match prefetch {
+                    0 => desk.ready.drain(..).collect(),
+                    _ => Vec::new(),
+                }
+            });
+            self.inner.return_items(items).await;
+            Ok(())
+        })
+    }
+
+    fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+        let inner = self.inner.clone();
+        let items = inner.change(|desk| {
+            desk.ended = true;
+            desk.ready.drain(..).collect()
+        });
+        drop(self);
+        Box::pin(async move {
+            inner.return_items(items).await;
+            let ended = async {
+                loop {
+                    let mut changed = pin!(inner.changed.notified());
+                    changed.as_mut().enable();
+                    if !inner.desk.lock().claiming {
+                        return;
+                    }
+                    changed.await;
+                }
+            };
+            // What could not be given back comes again when its lease ends.
+            let _ = tokio::time::timeout(Duration::from_secs(5), ended).await;
+            Ok(())
+        })
+    }
+}
+
+impl Drop for RedisConsumer {
+    fn drop(&mut self) {
+        let items = self.inner.change(|desk| {
+            desk.ended = true;
+            desk.ready.drain(..).collect()
+        });
+        self.inner.give_back(items);
+    }
+}

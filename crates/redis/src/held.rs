@@ -1,0 +1,125 @@
+//! The deliveries that this process holds under a lease.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use everbus_core::{Failure, Lease, Recorded};
+use parking_lot::Mutex;
+
+use crate::consumer::Inner;
+use crate::groups::Group;
+
+/// A delivery under a lease.
+#[derive(Clone)]
+pub(crate) struct Hold {
+    pub(crate) group: Arc<Group>,
+    /// The consumer that it was handed to, which may be closed by now.
+    pub(crate) consumer: Weak<Inner>,
+    pub(crate) number: u64,
+    /// The stream.
+    pub(crate) key: Arc<str>,
+    /// The event on the server: id and stream.
+    pub(crate) member: Arc<str>,
+    /// The token of the hand-out, and the tag of its claim.
+    pub(crate) proof: Arc<str>,
+    pub(crate) record: Arc<Recorded>,
+    pub(crate) attempt: u32,
+    pub(crate) failures: Vec<Failure>,
+    /// It was retried from the dead letters, or is delivered once more.
+    pub(crate) again: bool,
+    pub(crate) until: Instant,
+}
+
+/// Deliveries by a number of this process.
+#[derive(Default)]
+pub(crate) struct Held {
+    inner: Mutex<Inside>,
+}
+
+#[derive(Default)]
+struct Inside {
+    holds: HashMap<u64, Hold>,
+    counts: HashMap<u64, usize>,
+}
+
+impl Inside {
+    fn remove(&mut self, token: u64) -> Option<Hold> {
+        let hold = self.holds.remove(&token)?;
+        if let Some(count) = self.counts.get_mut(&hold.number) {
+            *count -= 1;
+            if *count == 0 {
+                self.counts.remove(&hold.number);
+            }
+        }
+        Some(hold)
+    }
+}
+
+fn token(lease: &Lease) -> u64 {
+    lease.words()[1]
+}
+
+impl Held {
+    pub(crate) fn hold(&self, token: u64, hold: Hold) {
+        let mut inside = self.inner.lock();
+        *inside.counts.entry(hold.number).or_default() += 1;
+        inside.holds.insert(token, hold);
+    }
+
+    /// The delivery of a lease, unless it was settled. Whether the lease has ended is the server's to say.
+    pub(crate) fn find(&self, lease: &Lease) -> Option<Hold> {
+        let inside = self.inner.lock();
+        let hold = inside.holds.get(&token(lease))?;
+        let same = hold.group.number == lease.words()[0] && lease.text() == Some(&hold.member);
+        same.then(|| hold.clone())
+    }
+
+    pub(crate) fn extend(&self, lease: &Lease, by: Duration) {
+        if let Some(hold) = self.inner.lock().holds.get_mut(&token(lease)) {
+            hold.until = Instant::now() + by;
+        }
+    }
+
+    /// The delivery is settled, or lost.
+    pub(crate) fn free(&self, lease: &Lease) {
+        let hold = self.inner.lock().remove(token(lease));
+        if let Some(consumer) = hold.and_then(|hold| hold.consumer.upgrade()) {
+            consumer.settled();
+        }
+    }
+
+    /// How many deliveries a consumer holds, and when the first of their leases ends. Deliveries whose lease
+    /// has ended are forgotten.
+    pub(crate) fn count(&self, consumer: u64, room: usize) -> (usize, Option<Instant>) {
+        let mut inside = self.inner.lock();
+        let count = inside.counts.get(&consumer).copied().unwrap_or_default();
+        if count < room {
+            return (count, None);
+        }
+        let now = Instant::now();
+        let ended = inside.holds.iter().filter(|(_, hold)| hold.until <= now);
+        let ended: Vec<u64> = ended.map(|(token, _)| *token).collect();
+        for token in ended {
+            inside.remove(token);
+        }
+        let own = inside.holds.values();
+        let own = own.filter(|hold| hold.number == consumer);
+        let next = own.map(|hold| hold.until).min();
+        let count = inside.counts.get(&consumer).copied().unwrap_or_default();
+        (count, next)
+    }
+
+    /// The group is removed.
+    pub(crate) fn forget_group(&self, group: u64) {
+        let mut inside = self.inner.lock();
+        let gone = inside
+            .holds
+            .iter()
+            .filter(|(_, hold)| hold.group.number == group);
+        let gone: Vec<u64> = gone.map(|(token, _)| *token).collect();
+        for token in gone {
+            inside.remove(token);
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! The registry of streams: which there are, and the dialect of each. Groups with wildcards find streams in it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use everbus_core::{Pattern, Result, Stream, Streams};
+use everbus_dialects::Dialect;
+
+use crate::broker::Shared;
+use crate::client::{Arguments, Read as _};
+use crate::scripts::REGISTER;
+
+/// The streams as the server knew them.
+#[derive(Debug, Default)]
+pub(crate) struct Registry {
+    /// Another text with every change.
+    pub(crate) version: String,
+    pub(crate) streams: BTreeMap<String, Dialect>,
+}
+
+impl Registry {
+    pub(crate) fn dialect(&self, key: &str) -> Dialect {
+        self.streams.get(key).copied().unwrap_or(Dialect::Native)
+    }
+}
+
+impl Shared {
+    /// The registry as this process read it last.
+    pub(crate) fn registry(&self) -> Arc<Registry> {
+        self.registry.read().clone()
+    }
+
+    /// Reads the registry.
+    pub(crate) async fn load_registry(&self) -> Result<Arc<Registry>> {
+        // The version first: what is read after it is at least as new.
+        let mut get = redis::cmd("GET");
+        get.arg(self.space.own("registry"));
+        let version = self.link.ask(&get).await?.text()?;
+        let version = match version.is_empty() {
+            true => "0".to_owned(),
+            false => version,
+        };
+        let mut all = redis::cmd("HGETALL");
+        all.arg(self.space.own("streams"));
+        let mut flat = self.link.ask(&all).await?.list()?.into_iter();
+        let mut streams = BTreeMap::new();
+        while let (Some(key), Some(dialect)) = (flat.next(), flat.next()) {
+            let dialect = dialect.text()?.parse().unwrap_or(Dialect::Native);
+            streams.insert(key.text()?, dialect);
+        }
+        let registry = Arc::new(Registry { version, streams });
+        *self.registry.write() = registry.clone();
+        Ok(registry)
+    }
+
+    /// The streams of a table: what they declare applies to the streams of the server that they cover.
+    pub(crate) async fn declare_table(&self, table: Streams) -> Result<()> {
+        let dialects: Vec<(Pattern, Dialect)> = table
+            .iter()
+            .map(|stream| {
+                let dialect = match &stream.dialect {
+                    Some(name) => name.parse()?,
+                    None => Dialect::Native,
+                };
+                Ok((stream.types().clone(), dialect))
+            })
+            .collect::<Result<_>>()?;
+        let registry = self.load_registry().await?;
+        let mut wanted: BTreeMap<String, Dialect> = BTreeMap::new();
+        let named = table.iter().flat_map(Stream::patterns);
+        let named = named.filter_map(|pattern| pattern.exact());
+        let named = named.map(|event_type| self.space.stream(event_type));
+        for key in registry.streams.keys().cloned().chain(named) {
+            let dotted = &self.space.types(&key)[0];
+            let of = dialects.iter().find(|(types, _)| types.matches(dotted));
+            if let Some((_, dialect)) = of
+                && registry.streams.get(&key) != Some(dialect)
+            {
+                wanted.insert(key, *dialect);
+            }
+        }
+        if !wanted.is_empty() {
+            let mut arguments = Arguments::default();
+            arguments.number(wanted.len());
+            for (key, dialect) in &wanted {
+                arguments.text(key).text(dialect.as_str());
+            }
+            self.link.run(&REGISTER, &arguments).await?;
+            self.load_registry().await?;
+        }
+        *self.table.write() = table.is_declared().then(|| Arc::new(table));
+        Ok(())
+    }
+
+    /// The dialect of a stream: that of the table, if one is declared here.
+    pub(crate) fn dialect(&self, key: &str, registry: &Registry) -> Dialect {
+        let table = self.table.read().clone();
+        let dotted = self.space.types(key).swap_remove(0);
+        let declared = table.as_ref().and_then(|table| table.of(&dotted));
+        match declared.map(|stream| &stream.dialect) {
+            Some(Some(name)) => name.parse().unwrap_or(Dialect::Native),
+            Some(None) => Dialect::Native,
+            None => registry.dialect(key),
+        }
+    }
+
+    /// The stream of an event type, and its dialect.
+    pub(crate) fn route(&self, event_type: &str) -> Result<(String, Dialect)> {
+        let table = self.table.read().clone();
+        let key = self.space.stream(event_type);
+        let dialect = match table {
+            Some(table) => match &table.route(event_type)?.dialect {
+                Some(name) => name.parse()?,
+                None => Dialect::Native,
+            },
+            None => self.registry().dialect(&key),
+        };
+        Ok((key, dialect))
+    }
+}

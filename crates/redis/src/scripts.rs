@@ -1,0 +1,61 @@
+//! The scripts that run on the server: what must happen in one step.
+
+use std::sync::LazyLock;
+
+use redis::Script;
+
+macro_rules! scripts {
+    ($($(#[$doc:meta])* $name:ident = $file:literal;)*) => {
+        $(
+            $(#[$doc])*
+            pub(crate) static $name: LazyLock<Script> = LazyLock::new(|| {
+                Script::new(concat!(include_str!("scripts/common.lua"), include_str!($file)))
+            });
+        )*
+    };
+}
+
+scripts! {
+    /// Appends a batch.
+    APPEND = "scripts/append.lua";
+    /// Hands out events.
+    CLAIM = "scripts/claim.lua";
+    /// Applies verdicts.
+    SETTLE = "scripts/settle.lua";
+    /// Extends leases.
+    EXTEND = "scripts/extend.lua";
+    /// Stores a group and begins its streams.
+    DECLARE = "scripts/declare.lua";
+    /// Removes a group.
+    REMOVE = "scripts/remove.lua";
+    /// Counts what a group has before it.
+    INSPECT = "scripts/inspect.lua";
+    /// The last ids of streams.
+    LAST = "scripts/last.lua";
+    /// Where a reader waits for new entries.
+    ENDS = "scripts/ends.lua";
+    /// Sets the dialects of streams.
+    REGISTER = "scripts/register.lua";
+    /// Renews the sign of life.
+    ALIVE = "scripts/alive.lua";
+    /// Takes over what other programs left unfinished.
+    SWEEP = "scripts/sweep.lua";
+    /// Removes what every group has finished.
+    TRIM = "scripts/trim.lua";
+    /// Skips the oldest events of a group.
+    DROP = "scripts/drop.lua";
+    /// Hands out events that no process handles.
+    ORPHANS = "scripts/orphans.lua";
+    /// A page of dead letters.
+    LETTERS = "scripts/letters.lua";
+    /// Delivers events to a group once more.
+    REVIVE = "scripts/revive.lua";
+    /// Replaces a dead letter by a corrected event.
+    REPLACE = "scripts/replace.lua";
+    /// Removes dead letters.
+    PURGE = "scripts/purge.lua";
+    /// Stores a value by key.
+    KV_PUT = "scripts/kv_put.lua";
+    /// Removes a value by key.
+    KV_DELETE = "scripts/kv_delete.lua";
+}

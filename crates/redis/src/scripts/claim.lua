@@ -1,0 +1,228 @@
+-- Hands out events of a group. Arguments: group, its name on the server, revision of its record, version of
+-- the registry, tag of this claim, tags of claims whose answers were lost, number wanted, lease in ms, time as
+-- text, whether it is ordered, streams whose waiting events may come, streams whose new events may come.
+local g, name, revision, registry = arg(), arg(), arg(), arg()
+local tag, undo = arg(), {}
+for _ = 1, num() do undo[arg()] = true end
+local want, lease, stamp = num(), num(), arg()
+local ordered = arg() == '1'
+local may, new = {}, {}
+for i = 1, num() do may[i] = arg() end
+local streams = num()
+for i = 1, streams do new[i] = arg() end
+
+local record = redis.call('HGET', P .. 'groups', g)
+if not record then return { 'gone' } end
+if string.match(record, '^(%S+)\n') ~= revision then return { 'changed' } end
+if (redis.call('GET', P .. 'registry') or '0') ~= registry then return { 'changed' } end
+
+begin(g)
+local ST, LEASE, FAIL = P .. 'st:' .. g, P .. 'lease:' .. g, P .. 'fail:' .. g
+local until_ = int(NOW + lease)
+
+-- The state of a member of a sorted set. A member without one is removed.
+local function state_of(member, set)
+  local text = redis.call('HGET', ST, member)
+  if text then return read_state(text) end
+  redis.call('ZREM', set, member)
+end
+
+-- What a lost answer handed out was no attempt.
+if next(undo) then
+  for _, member in ipairs(redis.call('ZRANGE', LEASE, 0, -1)) do
+    local _, _, attempts, by, okey = state_of(member, LEASE)
+    if by and undo[by] then
+      wait_until(g, member, NOW, attempts - 1, okey)
+      promote(g, okey)
+    end
+  end
+end
+
+-- Whether a process that is gone had only this event in flight, in all groups.
+local alone = {}
+local function was_alone(by)
+  local owner = string.match(by, '^[^.]*')
+  if alone[owner] == nil then
+    alone[owner] = false
+    if redis.call('EXISTS', P .. 'owner:' .. owner) == 0 then
+      local count = 0
+      for _, other in ipairs(redis.call('HKEYS', P .. 'groups')) do
+        for _, member in ipairs(redis.call('ZRANGE', P .. 'lease:' .. other, 0, 1000)) do
+          local text = redis.call('HGET', P .. 'st:' .. other, member)
+          if text then
+            local _, _, _, theirs = read_state(text)
+            if string.match(theirs, '^[^.]*') == owner then count = count + 1 end
+          end
+        end
+      end
+      -- The leases of one process may end one after the other.
+      local key = P .. 'notalone:' .. owner
+      if count > 1 then redis.call('SET', key, '1', 'PX', 86400000) end
+      alone[owner] = count == 1 and redis.call('EXISTS', key) == 0
+    end
+  end
+  return alone[owner]
+end
+
+local ended = {}
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', LEASE, '-inf', int(NOW), 'LIMIT', 0, 256)) do
+  local _, _, attempts, by, okey = state_of(member, LEASE)
+  if by then ended[#ended + 1] = { member, attempts, okey, was_alone(by) } end
+end
+for _, one in ipairs(ended) do
+  local member, attempts, okey = one[1], one[2], one[3]
+  local crash = '{"attempt":' .. int(attempts) .. ',"at":"' .. stamp
+    .. '","kind":"crash","error":"the lease ended before the event was settled"'
+    .. (one[4] and ',"alone":true' or '') .. '}'
+  local before = redis.call('HGET', FAIL, member)
+  redis.call('HSET', FAIL, member, before and before .. ',' .. crash or crash)
+  wait_until(g, member, NOW, attempts, okey)
+  promote(g, okey)
+end
+
+local out, lost, errors = {}, {}, {}
+local token = nil
+local function hand_out(member, key, id, attempts, okey, fields)
+  token = token or tonumber(redis.call('INCRBY', P .. 'token', want)) - want
+  token = token + 1
+  redis.call('HSET', ST, member, state('F', int(token), attempts, tag, okey))
+  redis.call('ZREM', due_set(g, key), member)
+  redis.call('ZADD', LEASE, until_, member)
+  out[#out + 1] = { key, id, int(token), int(attempts), redis.call('HGET', FAIL, member) or '', fields,
+    redis.call('HGET', P .. 'again:' .. g, member) or '0' }
+end
+
+-- Whether an event of a key must wait: an earlier one is unfinished, or a later one is being handled.
+local function must_wait(member, okey)
+  if okey == '' then return false end
+  for i, other in ipairs(redis.call('ZRANGE', key_set(g, okey), 0, 200)) do
+    local ms, seq, rest = string.match(other, '^0*(%d+)%-0*(%d+)@(.*)$')
+    local theirs = ms .. '-' .. seq .. '@' .. rest
+    if i == 1 and theirs ~= member then return true end
+    local text = theirs ~= member and redis.call('HGET', ST, theirs)
+    if text and string.sub(text, 1, 1) == 'F' then return true end
+  end
+  return false
+end
+
+-- Events that wait and are due. Each turn takes one out of its set, or hands it out.
+for _, key in ipairs(may) do
+  local DUE = due_set(g, key)
+  local turns = 0
+  while #out < want and turns < 1000 do
+    local due = redis.call('ZRANGEBYSCORE', DUE, '-inf', int(NOW), 'LIMIT', 0, want - #out)
+    if #due == 0 then break end
+    for _, member in ipairs(due) do
+      turns = turns + 1
+      local id = of(member)
+      local kind, _, attempts, _, okey = state_of(member, DUE)
+      local found = redis.pcall('XRANGE', key, id, id)
+      local entry = not found.err and found[1]
+      if not kind then
+        -- Nothing is known of it any more.
+      elseif must_wait(member, okey) then
+        -- The end of the event that it waits for lets it come.
+        redis.call('HSET', ST, member, state('P', '0', attempts, '', okey))
+        redis.call('ZREM', DUE, member)
+      elseif entry then
+        hand_out(member, key, id, attempts + 1, okey, entry[2])
+      else
+        -- It was deleted although a group had yet to finish it.
+        finish(g, name, member, okey)
+        redis.call('HINCRBY', P .. 'lost', g, 1)
+        lost[#lost + 1] = member
+      end
+    end
+  end
+end
+
+local function read(key, count)
+  local answer = redis.pcall('XREADGROUP', 'GROUP', name, 'everbus', 'COUNT', count, 'STREAMS', key, '>')
+  if type(answer) == 'table' and answer.err then
+    if string.find(answer.err, 'NOGROUP', 1, true) then
+      -- The stream was removed: what is in it now is new.
+      answer = redis.pcall('XGROUP', 'CREATE', key, name, '0', 'MKSTREAM')
+      if not (type(answer) == 'table' and answer.err) then
+        answer = redis.pcall('XREADGROUP', 'GROUP', name, 'everbus', 'COUNT', count, 'STREAMS', key, '>')
+      end
+    end
+    if type(answer) == 'table' and answer.err then
+      errors[#errors + 1] = key .. ': ' .. answer.err
+      return {}
+    end
+  end
+  if not answer then return {} end
+  return answer[1][2]
+end
+
+local more = false
+if not ordered then
+  for i = 1, streams do
+    if #out >= want then break end
+    for _, entry in ipairs(read(new[i], want - #out)) do
+      hand_out(entry[1] .. '@' .. new[i], new[i], entry[1], 1, '', entry[2])
+    end
+  end
+else
+  -- In the order of the ids over all streams, since a key may have events in several.
+  local peeked = {}
+  local function peek(i)
+    peeked[i] = false
+    local groups = redis.pcall('XINFO', 'GROUPS', new[i])
+    local after = '0-0'
+    if not groups.err then
+      for _, group in ipairs(groups) do
+        local info = pairs_of(group)
+        if info['name'] == name then after = info['last-delivered-id'] end
+      end
+      local entry = redis.call('XRANGE', new[i], '(' .. after, '+', 'COUNT', 1)[1]
+      if entry then peeked[i] = pad(entry[1]) end
+    end
+  end
+  for i = 1, streams do peek(i) end
+  local reads = 0
+  while #out < want do
+    if reads >= 4 * want + 64 then
+      more = true
+      break
+    end
+    local first = nil
+    for i = 1, streams do
+      if peeked[i] and (not first or peeked[i] < peeked[first]) then first = i end
+    end
+    if not first then break end
+    local key = new[first]
+    local entry = read(key, 1)[1]
+    if not entry then
+      peeked[first] = false
+    else
+      reads = reads + 1
+      local id, okey = entry[1], field_of(entry[2], 'k') or ''
+      local member = id .. '@' .. key
+      if okey == '' then
+        hand_out(member, key, id, 1, '', entry[2])
+      else
+        local set = key_set(g, okey)
+        redis.call('ZADD', set, 0, pad(id) .. '@' .. key)
+        if redis.call('ZCARD', set) == 1 then
+          hand_out(member, key, id, 1, okey, entry[2])
+        else
+          redis.call('HSET', ST, member, state('P', '0', 0, '', okey))
+        end
+      end
+      peek(first)
+    end
+  end
+end
+
+if #out > 0 then redis.call('HSET', P .. 'active', g, int(NOW)) end
+wake()
+local soon = nil
+local function sooner(set)
+  local first = redis.call('ZRANGE', set, 0, 0, 'WITHSCORES')[2]
+  if first and tonumber(first) > NOW and (not soon or tonumber(first) < soon) then soon = tonumber(first) end
+end
+sooner(LEASE)
+for _, key in ipairs(may) do sooner(due_set(g, key)) end
+local wait = more and 0 or soon and soon - NOW or -1
+return { 'ok', out, lost, errors, int(wait) }

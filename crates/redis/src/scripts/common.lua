@@ -1,0 +1,295 @@
+-- What the scripts share. KEYS[1] is the prefix of all keys of the engine.
+local P = KEYS[1]
+local SEQS = 4194304
+
+local function int(n) return string.format('%.0f', n) end
+
+local function clock()
+  local t = redis.call('TIME')
+  return tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000)
+end
+local NOW = clock()
+
+local function split_id(id)
+  local ms, seq = string.match(id, '^(%d+)%-(%d+)$')
+  return ms, seq
+end
+
+-- Ids as text that sorts like the ids.
+local function pad(id)
+  local ms, seq = split_id(id)
+  return string.rep('0', 20 - #ms) .. ms .. '-' .. string.rep('0', 20 - #seq) .. seq
+end
+
+local function of(member)
+  local at = string.find(member, '@', 1, true)
+  return string.sub(member, 1, at - 1), string.sub(member, at + 1)
+end
+
+-- The state of a delivered event: kind (F in flight, W waits, P behind its key), token, attempts, tag, key.
+local function read_state(text)
+  local kind, token, attempts, tag, okey = string.match(text, '^(%a)|(%d+)|(%d+)|([^|]*)|(.*)$')
+  return kind, token, tonumber(attempts), tag, okey
+end
+
+local function state(kind, token, attempts, tag, okey)
+  return kind .. '|' .. token .. '|' .. int(attempts) .. '|' .. tag .. '|' .. okey
+end
+
+-- Events for one group are noted, so that other groups do not count them.
+local function field_of(fields, name)
+  -- Entries of other programs may have fields of these names.
+  if fields[1] ~= 'eb' then return nil end
+  for i = 1, #fields, 2 do
+    if fields[i] == name then return fields[i + 1] end
+  end
+end
+
+local function unread_of_others(key, after, g)
+  local count = 0
+  if g == 'everbus.archive' then return count end
+  for _, noted in ipairs(redis.call('ZRANGEBYLEX', P .. 'addressed:' .. key, '(' .. pad(after) .. '~', '+')) do
+    local _, group = of(noted)
+    if group ~= g then count = count + 1 end
+  end
+  return count
+end
+
+local WAKE = false
+local function wake()
+  if WAKE then redis.call('XADD', P .. 'wake', 'MAXLEN', '1', '*', 'w', '1') end
+end
+
+-- Ids grow over all streams of the engine, so that events of several streams have an order.
+local last_ms, last_seq
+local function next_id()
+  if not last_ms then
+    last_ms, last_seq = 0, 0
+    local kept = redis.call('GET', P .. 'last')
+    if kept then
+      local ms, seq = split_id(kept)
+      last_ms, last_seq = tonumber(ms), tonumber(seq)
+    end
+    if NOW > last_ms then last_ms, last_seq = NOW, -1 end
+  end
+  last_seq = last_seq + 1
+  if last_seq >= SEQS then last_ms, last_seq = last_ms + 1, 0 end
+  return int(last_ms) .. '-' .. int(last_seq)
+end
+
+local function keep_last()
+  if last_ms then redis.call('SET', P .. 'last', int(last_ms) .. '-' .. int(last_seq)) end
+end
+
+local function pairs_of(flat)
+  local map = {}
+  for i = 1, #flat, 2 do map[flat[i]] = flat[i + 1] end
+  return map
+end
+
+-- Another program wrote an id that is ahead of ours: this entry comes after it, and no other stream follows.
+local function id_after(key)
+  local info = redis.pcall('XINFO', 'STREAM', key)
+  if info.err then return nil end
+  local top = pairs_of(info)['last-generated-id']
+  local ms, seq = split_id(top)
+  if #ms > 13 or #seq > 15 or tonumber(ms) > NOW + 86400000 then return nil, top end
+  seq = tonumber(seq) + 1
+  if seq >= SEQS then return int(tonumber(ms) + 1) .. '-0' end
+  return ms .. '-' .. int(seq)
+end
+
+local function add(key, fields)
+  local id = next_id()
+  local answer = redis.pcall('XADD', key, id, unpack(fields))
+  if type(answer) == 'table' and answer.err then
+    if not string.find(answer.err, 'equal or smaller', 1, true)
+        and not string.find(answer.err, 'exhausted', 1, true) then return answer end
+    local after, top = id_after(key)
+    if not after then return { err = 'AHEAD ' .. key .. ' ' .. (top or '') } end
+    id = after
+    answer = redis.pcall('XADD', key, id, unpack(fields))
+    if type(answer) == 'table' and answer.err then return answer end
+  end
+  return id
+end
+
+-- A text that is new with every change, also after the server has lost some.
+local function nonce()
+  local t = redis.call('TIME')
+  return t[1] .. '.' .. t[2] .. '.' .. int(redis.call('INCR', P .. 'counter'))
+end
+
+local types = {}
+local function is_stream(key)
+  if types[key] == nil then
+    local kind = redis.call('TYPE', key).ok
+    types[key] = kind == 'stream' or kind == 'none'
+  end
+  return types[key]
+end
+
+local registered = {}
+local function register(key, dialect)
+  if registered[key] then return end
+  registered[key] = true
+  if redis.call('HSETNX', P .. 'streams', key, dialect) == 1 then
+    redis.call('SET', P .. 'registry', nonce())
+    WAKE = true
+  end
+end
+
+-- The arguments, one after another.
+local at = 0
+local function arg()
+  at = at + 1
+  return ARGV[at]
+end
+local function num() return tonumber(arg()) end
+
+-- An event to append: stream, dialect, name of its id, digest of its body, fields.
+local function read_event()
+  local event = { key = arg(), dialect = arg(), id = arg(), digest = arg(), fields = {} }
+  local n = num()
+  for i = 1, n do event.fields[i] = arg() end
+  return event
+end
+
+-- Finds what is known of ids, before anything is written. `seen` has the ids of the same call.
+local function check(event, seen)
+  if not is_stream(event.key) then return { 'wrongtype', event.key } end
+  local known = seen[event.id]
+  if known then
+    if known.digest ~= event.digest then return { 'reused', event.id } end
+    event.same = known
+    return nil
+  end
+  local kept = redis.call('GET', P .. 'id:' .. event.id)
+  if kept then
+    local digest, id, key = string.match(kept, '^(%S+) (%S+) (.*)$')
+    if digest ~= event.digest then return { 'reused', event.id } end
+    event.at, event.key, event.known = id, key, true
+  end
+  seen[event.id] = event
+  return nil
+end
+
+local function append(event, window)
+  if event.same then return { event.same.at, event.same.key, '1' } end
+  if event.known then return { event.at, event.key, '1' } end
+  local id = add(event.key, event.fields)
+  if type(id) == 'table' then return id end
+  local known = redis.pcall('SET', P .. 'id:' .. event.id, event.digest .. ' ' .. id .. ' ' .. event.key, 'PX', window)
+  if known.err then
+    redis.call('XDEL', event.key, id)
+    return known
+  end
+  event.at = id
+  register(event.key, event.dialect)
+  local group = field_of(event.fields, 'to')
+  if group then redis.call('ZADD', P .. 'addressed:' .. event.key, 0, pad(event.at) .. '@' .. group) end
+  return { event.at, event.key, '0' }
+end
+
+-- Appends events: all of them or none. Returns the error, or the answers.
+local function append_all(events, window)
+  local answers, done = {}, {}
+  for i, event in ipairs(events) do
+    local answer = append(event, window)
+    if answer.err then
+      for _, one in ipairs(done) do
+        redis.call('XDEL', one.key, one.at)
+        redis.call('DEL', P .. 'id:' .. one.id)
+        local group = field_of(one.fields, 'to')
+        if group then redis.call('ZREM', P .. 'addressed:' .. one.key, pad(one.at) .. '@' .. group) end
+      end
+      return answer.err, done
+    end
+    if answer[3] == '0' then done[#done + 1] = event end
+    answers[i] = answer
+  end
+  return nil, answers, done
+end
+
+-- A full memory refuses scripts that begin with a write that needs memory. This one needs none, and what follows may
+-- write: claims, verdicts and extensions free memory in the end.
+local function begin(g) redis.call('ZREM', P .. 'lease:' .. g, '') end
+
+-- Due times, for each group and stream.
+local function due_set(g, key) return P .. 'due:' .. #g .. ':' .. g .. ':' .. key end
+
+-- An ordered group has its events of a key in one sorted set, oldest first.
+local function key_set(g, okey) return P .. 'key:' .. #g .. ':' .. g .. ':' .. okey end
+
+local function wait_until(g, member, due, attempts, okey)
+  redis.call('HSET', P .. 'st:' .. g, member, state('W', '0', attempts, '', okey))
+  redis.call('ZREM', P .. 'lease:' .. g, member)
+  local _, key = of(member)
+  redis.call('ZADD', due_set(g, key), int(due), member)
+end
+
+-- Lets the first event of a key come, if it stood behind another one.
+local function promote(g, okey)
+  if okey == '' then return end
+  local head = redis.call('ZRANGE', key_set(g, okey), 0, 0)[1]
+  if not head then return end
+  local ms, seq, rest = string.match(head, '^0*(%d+)%-0*(%d+)@(.*)$')
+  local next = ms .. '-' .. seq .. '@' .. rest
+  local text = redis.call('HGET', P .. 'st:' .. g, next)
+  if not text then return end
+  local kind, _, attempts = read_state(text)
+  if kind == 'P' then
+    wait_until(g, next, NOW, attempts, okey)
+    WAKE = true
+  end
+end
+
+-- The group is done with an event: the next one of its key may come.
+local function finish(g, name, member, okey)
+  local id, key = of(member)
+  redis.call('XACK', key, name, id)
+  redis.call('HDEL', P .. 'st:' .. g, member)
+  redis.call('ZREM', P .. 'lease:' .. g, member)
+  redis.call('ZREM', due_set(g, key), member)
+  redis.call('HDEL', P .. 'fail:' .. g, member)
+  redis.call('HDEL', P .. 'again:' .. g, member)
+  if okey ~= '' then
+    redis.call('ZREM', key_set(g, okey), pad(id) .. '@' .. key)
+    promote(g, okey)
+  end
+end
+
+-- An event that a group has finished, or never wanted, is delivered to it once more.
+local function revive(g, name, member, ordered, fields)
+  local id, key = of(member)
+  redis.pcall('XGROUP', 'CREATE', key, name, '$')
+  redis.call('XCLAIM', key, name, 'everbus', 0, id, 'FORCE', 'JUSTID')
+  local okey = ordered and field_of(fields, 'k') or ''
+  redis.call('HSET', P .. 'again:' .. g, member, '1')
+  if okey ~= '' then redis.call('ZADD', key_set(g, okey), 0, pad(id) .. '@' .. key) end
+  wait_until(g, member, NOW, 0, okey)
+  WAKE = true
+end
+
+-- A dead letter that is not open any more is kept apart: it leaves the stream of dead letters.
+local function close_letter(g, member, letter, stamp, by)
+  local id, key = of(letter)
+  local entry = redis.call('XRANGE', key, id, id)[1]
+  if entry then
+    local fields = entry[2]
+    fields[#fields + 1] = 'retried_at'
+    fields[#fields + 1] = stamp
+    fields[#fields + 1] = 'replaced_by'
+    fields[#fields + 1] = by
+    local kept = redis.call('XADD', P .. 'letters', '*', unpack(fields))
+    redis.call('XDEL', key, id)
+    local before = redis.call('HGET', P .. 'old:' .. g, member)
+    if before then redis.call('XDEL', P .. 'letters', before) end
+    redis.call('HSET', P .. 'old:' .. g, member, kept)
+  end
+  redis.call('HDEL', P .. 'dead:' .. g, member)
+end
+
+local function skip(g, member, reason)
+  return redis.pcall('XADD', P .. 'skips', 'MAXLEN', '~', '100000', '*', 'group', g, 'event', member, 'reason', reason)
+end

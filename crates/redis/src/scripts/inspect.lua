@@ -1,0 +1,80 @@
+-- How a group stands. Arguments: group, its name, number of streams that it wants, those streams.
+-- Answers: in flight, waiting, dead letters, lost, active at; then for each stream: name, how far, unread,
+-- in flight, waiting, oldest id that is not finished (or empty), dead letters.
+local g, name = arg(), arg()
+local wants = {}
+for _ = 1, num() do wants[arg()] = true end
+local dead = 0
+local dead_by_key = {}
+for member, letter in pairs(pairs_of(redis.call('HGETALL', P .. 'dead:' .. g))) do
+  local id, key = of(letter)
+  local there = redis.pcall('XRANGE', key, id, id)
+  if #there > 0 then
+    dead = dead + 1
+    local _, stream = of(member)
+    dead_by_key[stream] = (dead_by_key[stream] or 0) + 1
+  else
+    -- Another program took it out of the stream.
+    redis.call('HDEL', P .. 'dead:' .. g, member)
+  end
+end
+-- A lease that has ended is an event that waits.
+local flying = redis.call('ZCOUNT', P .. 'lease:' .. g, '(' .. int(NOW), '+inf')
+local known = redis.call('HLEN', P .. 'st:' .. g)
+local by_key = {}
+local function count(key, what)
+  by_key[key] = by_key[key] or { 0, 0 }
+  by_key[key][what] = by_key[key][what] + 1
+end
+for _, member in ipairs(redis.call('HKEYS', P .. 'st:' .. g)) do
+  local _, key = of(member)
+  local lease = redis.call('ZSCORE', P .. 'lease:' .. g, member)
+  count(key, lease and tonumber(lease) > NOW and 1 or 2)
+end
+local streams = {}
+for _, key in ipairs(redis.call('HKEYS', P .. 'streams')) do
+  local groups = redis.pcall('XINFO', 'GROUPS', key)
+  if not groups.err then
+    local mine = nil
+    for _, group in ipairs(groups) do
+      local info = pairs_of(group)
+      if info['name'] == name then mine = info end
+    end
+    local after, unread, oldest = '0-0', 0, ''
+    if mine then after = mine['last-delivered-id'] end
+    if wants[key] then
+      if not mine then
+        unread = redis.call('XLEN', key)
+      else
+        local lag = mine['lag']
+        if type(lag) == 'number' then
+          unread = lag
+        else
+          local from = after
+          while unread < 100000 do
+            local page = redis.call('XRANGE', key, '(' .. from, '+', 'COUNT', 500)
+            if #page == 0 then break end
+            unread = unread + #page
+            from = page[#page][1]
+          end
+        end
+      end
+      unread = math.max(unread - unread_of_others(key, after, g), 0)
+      if unread > 0 then
+        local entry = redis.call('XRANGE', key, '(' .. after, '+', 'COUNT', 1)[1]
+        if entry then oldest = entry[1] end
+      end
+    end
+    if mine and mine['pending'] > 0 then
+      local first = redis.call('XPENDING', key, name)[2]
+      if first then oldest = first end
+    end
+    local counts = by_key[key] or { 0, 0 }
+    if mine or wants[key] then
+      streams[#streams + 1] = { key, after, tostring(unread), tostring(counts[1]), tostring(counts[2]), oldest,
+        tostring(dead_by_key[key] or 0) }
+    end
+  end
+end
+return { tostring(flying), tostring(known - flying), tostring(dead),
+  redis.call('HGET', P .. 'lost', g) or '0', redis.call('HGET', P .. 'active', g) or '0', streams }

@@ -1,0 +1,98 @@
+-- Applies verdicts: each one whole or not at all. Arguments: window in ms, most dead letters told of, number of
+-- verdicts; for each: group, its name, event, token, verdict, delay, failure, reason, inbox record, dead letter
+-- (stream and fields), notices and follow-ups.
+local window, n = arg(), num()
+local answers = {}
+for i = 1, n do
+  local g, name, member, token, verdict, delay = arg(), arg(), arg(), arg(), arg(), num()
+  local failure, reason, inbox = arg(), arg(), arg()
+  local dlq, letter = arg(), {}
+  for j = 1, num() do letter[j] = arg() end
+  local notices, follow = {}, {}
+  for j = 1, num() do notices[j] = read_event() end
+  for j = 1, num() do follow[j] = read_event() end
+  local text = redis.call('HGET', P .. 'st:' .. g, member)
+  local kind, held, attempts, by, okey
+  if text then kind, held, attempts, by, okey = read_state(text) end
+  local answer = 'ok'
+  if kind ~= 'F' or held .. '|' .. by ~= token then
+    answer = 'lost'
+  elseif tonumber(redis.call('ZSCORE', P .. 'lease:' .. g, member) or '0') <= NOW then
+    answer = 'lost'
+  end
+  local again = false
+  if answer == 'ok' and inbox ~= '' then
+    again = redis.call('ZSCORE', P .. 'inbox:' .. g, inbox) and true or false
+    if again then follow = {} end
+  end
+  if answer == 'ok' then
+    local seen = {}
+    for _, event in ipairs(follow) do
+      local refused = check(event, seen)
+      if refused then
+        answer = refused[1] .. ' ' .. refused[2]
+        break
+      end
+    end
+    if answer == 'ok' then
+      -- A notice that was appended before, with another text, is there: once is enough.
+      for _, event in ipairs(notices) do
+        if check(event, seen) then event.none = true end
+      end
+    end
+    if answer == 'ok' and dlq ~= '' and not is_stream(dlq) then answer = 'wrongtype ' .. dlq end
+  end
+  -- First what must not be missing after the end of the event: dead letter, skip, notice, follow-ups. If one of them
+  -- is refused, nothing of the verdict stays.
+  local letter_id, skip_id, failed, done
+  if answer == 'ok' then
+    begin(g)
+    if verdict == 'D' and dlq ~= '' then
+      letter_id = redis.pcall('XADD', dlq, '*', unpack(letter))
+      if type(letter_id) == 'table' then failed, letter_id = letter_id.err, nil end
+    elseif verdict == 'S' or verdict == 'D' then
+      skip_id = skip(g, member, reason)
+      if type(skip_id) == 'table' then failed, skip_id = skip_id.err, nil end
+    end
+    if not failed then
+      local events = {}
+      for _, event in ipairs(notices) do
+        if not event.none then events[#events + 1] = event end
+      end
+      for _, event in ipairs(follow) do events[#events + 1] = event end
+      failed, done = append_all(events, window)
+    end
+    if failed then
+      if letter_id then redis.call('XDEL', dlq, letter_id) end
+      if skip_id then redis.call('XDEL', P .. 'skips', skip_id) end
+      answer = 'failed ' .. failed
+    end
+  end
+  if answer == 'ok' then
+    if letter_id then
+      redis.call('HSET', P .. 'dead:' .. g, member, letter_id .. '@' .. dlq)
+      local before = redis.call('HGET', P .. 'old:' .. g, member)
+      if before then
+        redis.call('XDEL', P .. 'letters', before)
+        redis.call('HDEL', P .. 'old:' .. g, member)
+      end
+    end
+    if inbox ~= '' and not again then redis.call('ZADD', P .. 'inbox:' .. g, int(NOW), inbox) end
+    if verdict == 'A' or verdict == 'S' or verdict == 'D' then
+      finish(g, name, member, okey)
+    else
+      if verdict == 'R' then
+        local before = redis.call('HGET', P .. 'fail:' .. g, member)
+        redis.call('HSET', P .. 'fail:' .. g, member, before and before .. ',' .. failure or failure)
+      end
+      wait_until(g, member, NOW + delay, verdict == 'R' and attempts or attempts - 1, okey)
+      promote(g, okey)
+      if delay == 0 then WAKE = true end
+    end
+    redis.call('HSET', P .. 'active', g, int(NOW))
+  end
+  answers[i] = answer
+end
+keep_last()
+wake()
+return answers

@@ -1,0 +1,269 @@
+//! What runs beside the calls: the wake-up, the sign of life, and the upkeep of groups and streams.
+//!
+//! Events are claimed by a script, because a blocking read whose client has given up would still take events. So
+//! a blocking `XREAD`, on a connection of its own, only tells that there is something to claim.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use everbus_core::Result;
+use redis::aio::MultiplexedConnection;
+
+use crate::broker::Shared;
+use crate::client::{Arguments, Read as _};
+use crate::keys;
+use crate::scripts::{ALIVE, ENDS, SWEEP};
+
+/// How long a read blocks.
+const BLOCK: Duration = Duration::from_secs(2);
+/// An engine is alive as long as its key; it renews the key this often.
+const ALIVE_FOR: Duration = Duration::from_secs(15);
+const BEAT: Duration = Duration::from_secs(4);
+/// How often removed engines are looked for, and streams are trimmed.
+const UPKEEP: Duration = Duration::from_secs(10);
+
+impl Shared {
+    /// Starts the tasks, once.
+    pub(crate) fn start_tasks(self: &Arc<Self>) {
+        if std::mem::replace(&mut *self.tasks.lock(), true) {
+            return;
+        }
+        tokio::spawn(wake(Arc::downgrade(self)));
+        tokio::spawn(beat(Arc::downgrade(self)));
+        tokio::spawn(upkeep(Arc::downgrade(self)));
+    }
+
+    /// From now on others can see that this engine is alive.
+    pub(crate) async fn be_alive(&self) -> Result<()> {
+        let mut arguments = Arguments::default();
+        arguments.text(&self.owner).millis(ALIVE_FOR);
+        self.link.run(&ALIVE, &arguments).await.map(drop)
+    }
+
+    pub(crate) async fn is_alive(&self, owner: &str) -> Result<bool> {
+        let mut exists = redis::cmd("EXISTS");
+        exists.arg(self.space.own(&format!("owner:{owner}")));
+        Ok(owner == self.owner || self.link.ask(&exists).await?.number()? == 1)
+    }
+
+    /// The engine ends, and its ephemeral groups with it.
+    pub(crate) async fn leave(&self) {
+        let own: Vec<String> = {
+            let groups = self.groups.lock();
+            let own = groups.values().map(|group| group.record());
+            let own = own.filter(|record| record.owner.as_ref() == Some(&self.owner));
+            own.map(|record| record.name.clone()).collect()
+        };
+        for name in own {
+            if let Err(error) = self.remove(&name, None).await {
+                tracing::debug!(target: "everbus::redis", group = name, %error, "an ephemeral group stays until others find its engine gone");
+            }
+        }
+        if *self.tasks.lock() {
+            let mut gone = redis::cmd("DEL");
+            gone.arg(self.space.own(&format!("owner:{}", self.owner)));
+            let _ = self.link.ask(&gone).await;
+        }
+    }
+
+    /// Removes the ephemeral groups of engines that are gone.
+    ///
+    /// A server that was away for a while has forgotten every engine. So an engine must be missing twice in a row.
+    async fn remove_orphans(&self, missing: &mut HashSet<String>) -> Result<()> {
+        let before = std::mem::take(missing);
+        for (record, revision) in self.load_groups().await? {
+            let Some(owner) = &record.owner else {
+                continue;
+            };
+            if self.is_alive(owner).await? {
+                continue;
+            }
+            missing.insert(owner.clone());
+            if before.contains(owner) {
+                self.remove(&record.name, Some(&revision)).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes over what other programs read for the groups of this process and did not finish.
+    pub(crate) async fn sweep(&self) -> Result<()> {
+        let groups: Vec<_> = self.groups.lock().values().cloned().collect();
+        let registry = self.registry();
+        for group in groups {
+            if group
+                .consumers
+                .lock()
+                .iter()
+                .all(|consumer| consumer.strong_count() == 0)
+            {
+                continue;
+            }
+            let known = group.known();
+            for key in registry.streams.keys() {
+                if !self.space.wanted(key, &known.patterns) {
+                    continue;
+                }
+                let mut from = "-".to_owned();
+                while !from.is_empty() {
+                    let mut arguments = Arguments::default();
+                    arguments
+                        .text(group.name.as_str())
+                        .text(keys::group_name(group.name.as_str()))
+                        .text(key)
+                        .millis(self.options.stale_after)
+                        .text(&from)
+                        .number(self.options.stale_count.max(1))
+                        .text(if known.record.ordered { "1" } else { "0" });
+                    let mut answer = self.link.run(&SWEEP, &arguments).await?.list()?.into_iter();
+                    let mut part = || answer.next().unwrap_or(redis::Value::Nil).text();
+                    let taken = part()?;
+                    if taken != "0" {
+                        tracing::info!(target: "everbus::redis", group = %group.name, stream = %key, taken, "took over messages that another program had read and not finished");
+                    }
+                    from = part()?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Wakes consumers that wait, as long as there are any.
+async fn wake(shared: Weak<Shared>) {
+    let Some(mut waiting) = shared.upgrade().map(|shared| shared.waiting.subscribe()) else {
+        return;
+    };
+    let mut connection: Option<MultiplexedConnection> = None;
+    loop {
+        if waiting.wait_for(|waiting| *waiting > 0).await.is_err() {
+            return;
+        }
+        let Some(strong) = shared.upgrade() else {
+            return;
+        };
+        if strong.link.check_open().is_err() {
+            return;
+        }
+        let watched = look(&strong, &mut connection).await;
+        let (own, command) = match watched {
+            Ok(watched) => watched,
+            Err(error) => {
+                tracing::debug!(target: "everbus::redis", %error, "waiting for events");
+                connection = None;
+                let pause = tokio::time::sleep(Duration::from_millis(200));
+                drop(strong);
+                pause.await;
+                continue;
+            }
+        };
+        // Not under a strong reference: an engine that is dropped ends.
+        drop(strong);
+        let mut own = own;
+        match own.send_packed_command(&command).await {
+            Ok(_) => {}
+            Err(error) => {
+                tracing::debug!(target: "everbus::redis", %error, "waiting for events");
+                connection = None;
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        }
+    }
+}
+
+/// Notes an id before everything that comes, then lets consumers claim: what comes after that ends the read.
+async fn look(
+    shared: &Shared,
+    connection: &mut Option<MultiplexedConnection>,
+) -> Result<(MultiplexedConnection, redis::Cmd)> {
+    let own = match connection {
+        Some(own) => own.clone(),
+        None => {
+            let new = shared.link.own_connection(BLOCK).await?;
+            connection.insert(new).clone()
+        }
+    };
+    let (registry, end) = loop {
+        let registry = shared.registry();
+        let mut answer = shared
+            .link
+            .run(&ENDS, &Arguments::default())
+            .await?
+            .list()?
+            .into_iter();
+        let mut part = || answer.next().unwrap_or(redis::Value::Nil).text();
+        let (end, version) = (part()?, part()?);
+        if version == registry.version {
+            break (registry, end);
+        }
+        shared.load_registry().await?;
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    };
+    let own_key = shared.space.own("wake");
+    let keys: Vec<&String> = registry.streams.keys().chain([&own_key]).collect();
+    shared.wakes.send_modify(|wakes| *wakes += 1);
+    let mut read = redis::cmd("XREAD");
+    let millis = u64::try_from(BLOCK.as_millis()).unwrap_or(u64::MAX);
+    read.arg("COUNT")
+        .arg(1)
+        .arg("BLOCK")
+        .arg(millis)
+        .arg("STREAMS");
+    for key in &keys {
+        read.arg(key.as_str());
+    }
+    for _ in &keys {
+        read.arg(&end);
+    }
+    Ok((own, read))
+}
+
+fn note(what: &str, done: Result<()>) {
+    if let Err(error) = done {
+        tracing::debug!(target: "everbus::redis", %error, what);
+    }
+}
+
+/// Shows that the engine is alive, and what it handles.
+async fn beat(shared: Weak<Shared>) {
+    loop {
+        tokio::time::sleep(BEAT).await;
+        let Some(shared) = shared.upgrade() else {
+            return;
+        };
+        if shared.link.check_open().is_err() {
+            return;
+        }
+        note("the sign of life", shared.be_alive().await);
+        note("the handlers", shared.tell_handlers().await);
+    }
+}
+
+/// Keeps groups and streams in order.
+async fn upkeep(shared: Weak<Shared>) {
+    let mut missing = HashSet::new();
+    let (mut upkept, mut swept) = (Instant::now(), Instant::now());
+    loop {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let Some(shared) = shared.upgrade() else {
+            return;
+        };
+        if shared.link.check_open().is_err() {
+            return;
+        }
+        if upkept.elapsed() >= UPKEEP {
+            upkept = Instant::now();
+            note(
+                "ephemeral groups",
+                shared.remove_orphans(&mut missing).await,
+            );
+            note("trimming streams", shared.trim_all().await);
+        }
+        let often = (shared.options.stale_after / 10).clamp(BEAT, Duration::from_secs(30));
+        if swept.elapsed() >= often {
+            swept = Instant::now();
+            note("taking over messages", shared.sweep().await);
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! The configuration file of the framework specification.
+
+use std::sync::{Arc, Mutex};
+
+use everbus::{Bus, Config, Message};
+use everbus_core::Event;
+use everbus_testkit::servers::Flavour;
+use serde_json::{Value, json};
+
+use crate::plain::{Plain, until};
+use crate::server;
+
+/// The block of the section Configuration, with one of its consumers.
+const SPECIFICATION: &str = r#"broker:
+  type: "redis"                     # redis | nats | kafka
+  url: "${REDIS_URL}"
+
+streams:
+  default_maxlen: 100000            # Default MAXLEN for new streams
+  overrides:
+    "signals:price-update":
+      maxlen: 10000                 # Low for high-frequency trading data
+    "orders:order-placed":
+      maxlen: 500000                # High for critical business events
+
+consumers:
+  notification-service:
+    stream: "orders:order-placed"
+    group: "notification-service"
+    criticality: standard
+    circuit_breaker:
+      fail_max: 5
+      timeout_duration: 30
+    retry:
+      max_attempts: 3
+      backoff_multiplier: 1
+      backoff_max: 10
+    processing_timeout: 30
+
+backpressure:
+  max_staleness_ms:
+    "orders:order-placed": 0        # Never skip
+"#;
+
+// conformance: framework/config-redis: the file of the specification opens the Redis engine, without a store, and its consumer runs: attempts, then a dead letter
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_file_of_the_specification_runs_as_written() {
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let config = Config::parse_with(SPECIFICATION, "events.yaml", |name| {
+        (name == "REDIS_URL").then(|| url.clone())
+    });
+    let builder = Bus::builder().config(&config.unwrap());
+    let bus = builder.open_configured().await.unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let noted = seen.clone();
+    let handler = move |message: Message| {
+        let noted = noted.clone();
+        async move {
+            let order = message.event().json::<Value>().unwrap()["order"].clone();
+            noted
+                .lock()
+                .unwrap()
+                .push((order.as_u64(), message.attempt()));
+            match order == json!(2) {
+                true => Err(everbus::HandlerError::new("no stock")),
+                false => Ok(()),
+            }
+        }
+    };
+    bus.subscribe("orders.order.placed")
+        .group("notification-service")
+        .handler(handler)
+        .await
+        .unwrap();
+    bus.start().await.unwrap();
+    for order in 1..=3 {
+        let event = Event::builder("orders.order.placed").json(&json!({"order": order}));
+        bus.publish(event.build().unwrap()).await.unwrap();
+    }
+    let plain = Plain::connect(&url).await;
+    let dead = "dlq:orders:order-placed";
+    until("the dead letter", async || {
+        plain.number(&["XLEN", dead]).await == 1
+    })
+    .await;
+    let mut seen = seen.lock().unwrap().clone();
+    seen.sort_unstable();
+    let expected = [(1, 1), (2, 1), (2, 2), (2, 3), (3, 1)];
+    let expected = expected.map(|(order, attempt)| (Some(order), attempt));
+    assert_eq!(seen, expected, "three attempts, and the others once");
+    let letters = bus.engine().dead_letters().unwrap();
+    assert_eq!(letters.count(Default::default()).await.unwrap(), 1);
+    bus.shutdown().await.unwrap();
+}
