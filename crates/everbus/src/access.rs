@@ -24,6 +24,8 @@ pub struct Access {
     pub token: Option<String>,
     /// A credentials file, or the seed of an nkey (NATS).
     pub creds: Option<String>,
+    /// How user and password are shown to the server: `PLAIN`, `SCRAM-SHA-256` or `SCRAM-SHA-512` (Kafka).
+    pub sasl: Option<String>,
     /// TLS is required.
     pub tls: bool,
     /// A file with root certificates, beside those of the system.
@@ -48,6 +50,7 @@ impl fmt::Debug for Access {
             .field("password", &shown(&self.password))
             .field("token", &shown(&self.token))
             .field("creds", &shown(&self.creds))
+            .field("sasl", &self.sasl)
             .field("tls", &self.tls)
             .field("ca_file", &self.ca_file)
             .field("raw_foreign", &self.raw_foreign)

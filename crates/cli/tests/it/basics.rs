@@ -165,7 +165,7 @@ fn a_broker_is_named_by_a_url() {
     shop.run(&["--broker", "sqlite:url.db", "publish", "a.b"])
         .ok();
     assert!(exists(&shop.path("url.db")));
-    for url in ["kafka://localhost", "memory:", "sqlite:"] {
+    for url in ["rabbitmq://localhost", "memory:", "sqlite:"] {
         shop.run(&["--broker", url, "publish", "a.b"])
             .failed(2, "InvalidUrl");
     }

@@ -17,6 +17,7 @@ pub(super) const KEYS: &[&str] = &[
     "password",
     "token",
     "creds",
+    "sasl",
     "tls",
     "foreign",
     "synced",
@@ -89,7 +90,7 @@ impl BrokerKind {
             Self::Nats => cfg!(feature = "nats"),
             Self::Postgres => cfg!(feature = "postgres"),
             Self::Redis => cfg!(feature = "redis"),
-            Self::Kafka => false,
+            Self::Kafka => cfg!(feature = "kafka"),
         }
     }
 
@@ -251,16 +252,20 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
 /// The keys for a server.
 fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> Access {
     // All but those that every engine has.
-    let taken = |key: &str| match kind {
-        BrokerKind::Nats => true,
-        BrokerKind::Redis => OF_REDIS.contains(&key),
-        _ => false,
-    };
-    let others = KEYS.iter().skip(3).filter(|key| !taken(key));
-    let mut given = others.filter_map(|key| section.get(key));
-    if let Some(field) = given.next() {
+    let given = KEYS.iter().skip(3).filter(|key| match kind {
+        BrokerKind::Nats => **key == "sasl",
+        BrokerKind::Kafka => matches!(**key, "token" | "creds" | "synced"),
+        BrokerKind::Redis => !OF_REDIS.contains(key),
+        _ => true,
+    });
+    if let Some(field) = given.filter_map(|key| section.get(key)).next() {
+        let which = match kind {
+            BrokerKind::Nats => "kafka",
+            BrokerKind::Kafka => "nats",
+            _ => "nats or kafka",
+        };
         let what = format!(
-            "{} is for a nats broker, and this one is {kind}",
+            "{} is for a {which} broker, and this one is {kind}",
             field.path
         );
         let hint = "remove the key, or put user and password into the URL";
@@ -273,6 +278,7 @@ fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> A
         password: text("password", "a password, such as ${NATS_PASSWORD}"),
         token: text("token", "a token, such as ${NATS_TOKEN}"),
         creds: text("creds", "the path of a .creds file, or the seed of an nkey"),
+        sasl: text("sasl", "PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512"),
         ..Access::default()
     };
     // A file with root certificates says that TLS is wanted.

@@ -40,6 +40,8 @@ enum Target {
     Memory,
     Sqlite(PathBuf),
     /// The whole URL.
+    Kafka(String),
+    /// The whole URL.
     Nats(String),
     /// The whole URL.
     Postgres(String),
@@ -61,6 +63,13 @@ pub(crate) async fn open(
             let _ = options;
             Err(not_built("sqlite"))
         }
+        #[cfg(feature = "kafka")]
+        Target::Kafka(url) => {
+            let options = kafka_options(options.access, clock);
+            Box::pin(everbus_kafka::open(&url, options)).await
+        }
+        #[cfg(not(feature = "kafka"))]
+        Target::Kafka(_) => Err(not_built("kafka")),
         #[cfg(feature = "nats")]
         Target::Nats(url) => {
             let options = nats_options(options.access, clock);
@@ -139,9 +148,25 @@ fn redis_options(access: Access, clock: Arc<dyn Clock>) -> everbus_redis::Option
     options
 }
 
+#[cfg(feature = "kafka")]
+fn kafka_options(access: Access, clock: Arc<dyn Clock>) -> everbus_kafka::Options {
+    let mut options = everbus_kafka::Options::default();
+    options.clock = clock;
+    options.user = access.user;
+    options.password = access.password;
+    options.mechanism = access.sasl;
+    options.tls = access.tls;
+    options.ca_file = access.ca_file;
+    options.raw_foreign = access.raw_foreign;
+    options.allow_shorter_age = access.allow_shorter_age;
+    options.copies = access.copies;
+    options
+}
+
 /// The error for a URL whose engine is not part of this build.
 #[cfg(not(all(
     feature = "sqlite",
+    feature = "kafka",
     feature = "nats",
     feature = "postgres",
     feature = "redis"
@@ -186,7 +211,7 @@ pub(crate) fn check_apart(broker: &str, store: &str) -> Result<()> {
     }
 }
 
-const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none, nats://HOST, redis://HOST or postgres://HOST/DATABASE for a server";
+const HINT: &str = "use sqlite:FILE or a path for a file, memory: for none, nats://HOST, redis://HOST, kafka://HOST or postgres://HOST/DATABASE for a server";
 
 fn parse(url: &str) -> Result<Target> {
     let bad = |what: String| Err(Error::new(Code::InvalidUrl, what).hint(HINT));
@@ -214,6 +239,7 @@ fn parse(url: &str) -> Result<Target> {
             }
             Ok(Target::Sqlite(path.into()))
         }
+        "kafka" => Ok(Target::Kafka(url.to_owned())),
         "nats" | "tls" => Ok(Target::Nats(url.to_owned())),
         "postgres" | "postgresql" => Ok(Target::Postgres(url.to_owned())),
         "redis" | "rediss" => Ok(Target::Redis(url.to_owned())),
@@ -264,7 +290,7 @@ mod tests {
             "sqlite::memory:",
             ":memory:",
             "memory:x",
-            "kafka://host:9092",
+            "amqp://host:5672",
             "sqlite:a.db?mode=ro",
         ] {
             let e = parse(url).unwrap_err();

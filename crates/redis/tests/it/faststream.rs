@@ -1,6 +1,6 @@
 //! Services in Python, on the real FastStream package, share the streams.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::{Arc, Mutex};
 
@@ -94,13 +94,13 @@ async fn listen(bus: &Bus, seen: &Seen) {
     bus.start().await.unwrap();
 }
 
-async fn both_ways(version: &str) {
-    let Some(packages) = python_packages(version, "faststream/redis") else {
-        return;
-    };
-    let Some(url) = server::database(Flavour::Redis) else {
-        return;
-    };
+/// The packages of a version, and a database.
+fn setting(version: &str) -> Option<(PathBuf, String)> {
+    let packages = python_packages(version, "faststream/redis")?;
+    Some((packages, server::database(Flavour::Redis)?))
+}
+
+async fn both_ways(packages: PathBuf, url: String) {
     let folder = tempfile::tempdir().unwrap();
     let bus = bus(&url, folder.path()).await;
     let seen = Seen::default();
@@ -156,14 +156,20 @@ async fn both_ways(version: &str) {
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn faststream_0_5_shares_the_streams() {
-    both_ways("faststream-0.5.34").await;
+    let Some((packages, url)) = setting("faststream-0.5.34") else {
+        return;
+    };
+    both_ways(packages, url).await;
 }
 
 // conformance: framework/framework-faststream: services on the newest FastStream, with its binary format, produce to and consume from the same streams, both ways
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_newest_faststream_shares_the_streams() {
-    both_ways("faststream-latest").await;
+    let Some((packages, url)) = setting("faststream-latest") else {
+        return;
+    };
+    both_ways(packages, url).await;
 }
 
 // conformance: contract/redis-faststream-group: a FastStream service and a bus share the work of one group: each event goes to one of them

@@ -96,6 +96,7 @@ pub async fn identity_and_positions_survive<H: Harness>(harness: H) -> Outcome {
     let body = |payload: &'static str| {
         Event::builder("a.b")
             .id(id)
+            .key("k")
             .payload(payload)
             .build()
             .unwrap()
@@ -114,7 +115,9 @@ pub async fn identity_and_positions_survive<H: Harness>(harness: H) -> Outcome {
             assert_eq!(again.received_at, first.received_at);
             assert_eq!(code(stage.try_append(body("2")).await), Code::IdReused);
         }
-        let next = stage.publish("a.b").await;
+        // Of the same key, and so in the same shard.
+        let next = Event::builder("a.b").key("k").build().unwrap();
+        let next = stage.append(next).await;
         assert!(next.position > first.position && next.received_at >= first.received_at);
     }
     stage.passed()

@@ -98,8 +98,9 @@ pub async fn campaign_with(
     let begin = Instant::now();
     let folder = tempfile::tempdir().unwrap();
     let (mut proxies, mut through) = (Vec::new(), url.to_owned());
+    let mut listen = server.proxy_ports().into_iter();
     for port in server.ports() {
-        let proxy = Proxy::start(port).await;
+        let proxy = Proxy::start_on(listen.next().unwrap_or(0), port).await;
         let (direct, behind) = (
             format!("127.0.0.1:{port}"),
             format!("127.0.0.1:{}", proxy.port()),

@@ -48,7 +48,7 @@ pub use campaign::{campaign, campaign_with};
 pub use figures::Figures;
 pub use zombie::late_ack;
 
-use crate::servers::{Nats, NatsCluster, Postgres, Redis};
+use crate::servers::{Kafka, KafkaCluster, Nats, NatsCluster, Postgres, Redis};
 
 /// The leases of the workers: short, so that a test can outlive one.
 pub const LEASE: Duration = Duration::from_secs(3);
@@ -129,6 +129,10 @@ impl Plan {
 pub trait Server: Send + Sync {
     /// The ports that are reached through proxies.
     fn ports(&self) -> Vec<u16>;
+    /// Where those proxies listen, if the server sends its clients to certain ports.
+    fn proxy_ports(&self) -> Vec<u16> {
+        Vec::new()
+    }
     /// Kills it; of several nodes one.
     fn kill(&self);
     /// Starts what was killed.
@@ -169,16 +173,99 @@ one_node!(Postgres);
 one_node!(Nats);
 one_node!(Redis);
 
+impl Server for Kafka {
+    fn ports(&self) -> Vec<u16> {
+        vec![self.port()]
+    }
+
+    fn proxy_ports(&self) -> Vec<u16> {
+        vec![self.proxy_port()]
+    }
+
+    fn kill(&self) {
+        self.kill();
+    }
+
+    fn restart(&self) {
+        self.restart();
+    }
+
+    fn pause(&self) {
+        self.pause();
+    }
+
+    fn resume(&self) {
+        self.resume();
+    }
+}
+
+/// The nodes of a cluster, one of which fails at a time.
+pub trait Nodes: Send + Sync {
+    /// The port of each node.
+    fn ports(&self) -> Vec<u16>;
+    /// Where the proxy of each node listens, if the nodes send their clients to certain ports.
+    fn proxy_ports(&self) -> Vec<u16> {
+        Vec::new()
+    }
+    /// Kills a node.
+    fn kill(&self, n: usize);
+    /// Starts it again.
+    fn restart(&self, n: usize);
+    /// Stops a node where it is.
+    fn pause(&self, n: usize);
+    /// Lets it go on.
+    fn resume(&self, n: usize);
+}
+
+macro_rules! nodes {
+    ($cluster:ty, $count:expr, $proxies:expr) => {
+        impl Nodes for $cluster {
+            fn ports(&self) -> Vec<u16> {
+                (0..$count(self)).map(|n| self.node(n).port()).collect()
+            }
+
+            fn proxy_ports(&self) -> Vec<u16> {
+                $proxies(self)
+            }
+
+            fn kill(&self, n: usize) {
+                self.kill(n);
+            }
+
+            fn restart(&self, n: usize) {
+                self.restart(n);
+            }
+
+            fn pause(&self, n: usize) {
+                self.pause(n);
+            }
+
+            fn resume(&self, n: usize) {
+                self.resume(n);
+            }
+        }
+    };
+}
+
+nodes!(
+    NatsCluster,
+    |cluster: &Self| cluster.urls().len(),
+    |_: &Self| Vec::new()
+);
+nodes!(KafkaCluster, Self::count, |cluster: &Self| {
+    let nodes = 0..cluster.count();
+    nodes.map(|n| cluster.node(n).proxy_port()).collect()
+});
+
 /// A cluster in which one node after another fails.
-#[derive(Debug)]
 pub struct OneOfThree<'a> {
-    cluster: &'a NatsCluster,
+    cluster: &'a dyn Nodes,
     node: Mutex<usize>,
 }
 
 impl<'a> OneOfThree<'a> {
     /// The nodes of this cluster fail in turn.
-    pub fn new(cluster: &'a NatsCluster) -> Self {
+    pub fn new(cluster: &'a dyn Nodes) -> Self {
         Self {
             cluster,
             node: Mutex::new(0),
@@ -191,14 +278,24 @@ impl<'a> OneOfThree<'a> {
 
     fn next(&self) {
         let mut node = self.node.lock().unwrap();
-        *node = (*node + 1) % self.cluster.urls().len();
+        *node = (*node + 1) % self.cluster.ports().len();
+    }
+}
+
+impl std::fmt::Debug for OneOfThree<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let ports = self.cluster.ports();
+        f.debug_struct("OneOfThree").field("ports", &ports).finish()
     }
 }
 
 impl Server for OneOfThree<'_> {
     fn ports(&self) -> Vec<u16> {
-        let nodes = 0..self.cluster.urls().len();
-        nodes.map(|n| self.cluster.node(n).port()).collect()
+        self.cluster.ports()
+    }
+
+    fn proxy_ports(&self) -> Vec<u16> {
+        self.cluster.proxy_ports()
     }
 
     fn kill(&self) {

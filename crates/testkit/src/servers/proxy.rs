@@ -49,7 +49,12 @@ struct Cut {
 impl Proxy {
     /// Starts a proxy before the server on this port of 127.0.0.1.
     pub async fn start(target: u16) -> Self {
-        let listener = TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
+        Self::start_on(0, target).await
+    }
+
+    /// As [`start`](Self::start), on this port: for a server that sends its clients there.
+    pub async fn start_on(port: u16, target: u16) -> Self {
+        let listener = TcpListener::bind(("127.0.0.1", port)).await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let shared = Arc::new(Shared {
             target,

@@ -1,0 +1,682 @@
+//! The events of a group that this process has: fetched, handed out, waiting. It does no I/O.
+//!
+//! Each partition that is assigned to this process has a *slot*: a number that no other assignment has, also
+//! not a later one of the same partition. So what belongs to an assignment that ended is found no more.
+//!
+//! Here: partitions, arrivals, consumers and time. `hand_out`, `settle` and `commit` have what their names say.
+
+mod commit;
+mod hand_out;
+mod settle;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use everbus_core::{
+    ConsumeOptions, Event, Failure, FailureKind, Pattern, Progress, Recorded, Shard, Timestamp,
+    Window,
+};
+
+use crate::progress::{Entry, Last, Saved};
+use crate::topics::Topic;
+use crate::wire::Read;
+
+/// An event: the slot of its partition, and its place there.
+pub(crate) type RowId = (u32, u64);
+
+/// More unfinished events of a partition than this are not begun, so that the metadata has room for them.
+const MOST_OPEN: usize = 400;
+/// As many separate ranges may be done above the floor.
+const MOST_RANGES: usize = 500;
+/// From this attempt on, an event that may have ended its process runs only while no other one does.
+const ALONE: u32 = 3;
+/// As many partitions that have gone are remembered.
+const MOST_CLOSED: usize = 1000;
+/// A longer lease or wait is cut.
+const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+/// How many fresh events a claim looks at.
+const LOOKED_AT: usize = 10_000;
+
+/// The events of one group.
+pub(crate) struct Board {
+    ordered: bool,
+    /// The birth of the group, which is committed with its progress.
+    born: i64,
+    parts: BTreeMap<u32, Part>,
+    next_slot: u32,
+    turns: u64,
+    /// Events that may be handed out: those that were before, then fresh ones, each in the order of their turns.
+    ready: BTreeMap<(bool, u64), RowId>,
+    due: BTreeSet<(Instant, RowId)>,
+    leases: BTreeSet<(Instant, RowId)>,
+    /// Events that no consumer here has a handler for, and since when.
+    aside: BTreeMap<RowId, Instant>,
+    /// Events that must run alone and are ready.
+    dangers: BTreeSet<RowId>,
+    /// In an ordered group: the unfinished events of each key.
+    keys: HashMap<(u32, Arc<str>), BTreeSet<u64>>,
+    seats: HashMap<u64, Seat>,
+    held: usize,
+    held_suspects: usize,
+    held_alone: usize,
+    /// Settlements that were applied and not answered, by token: the version that has them.
+    doubts: HashMap<u64, (u32, u64)>,
+    /// How far partitions were committed that have gone, for settlements that still wait for their commit.
+    closed: BTreeMap<u32, u64>,
+}
+
+/// A partition.
+pub(crate) struct Part {
+    pub(crate) topic: Arc<Topic>,
+    pub(crate) partition: i32,
+    pub(crate) shard: Shard,
+    progress: Progress,
+    /// The highest place that was handed out.
+    begun: u64,
+    /// The highest place that was fetched.
+    position: u64,
+    /// Where it begins is known.
+    anchored: bool,
+    rows: BTreeMap<u64, Row>,
+    /// Unfinished rows up to `begun`, about.
+    open: usize,
+    inherited: BTreeMap<u64, Entry>,
+    dead: u64,
+    born: i64,
+    /// Grows with every change that must be durable.
+    version: u64,
+    committed: u64,
+    /// Something changed that need not be durable at once.
+    lazy: bool,
+}
+
+/// An event that is not finished.
+struct Row {
+    record: Arc<Recorded>,
+    /// Attempts begun.
+    attempts: u32,
+    failures: Vec<Failure>,
+    last: Last,
+    state: State,
+    key: Option<Arc<str>>,
+    foreign: Option<String>,
+    /// It was in flight when a process died.
+    suspect: bool,
+    alone: bool,
+    /// Which attempts had no end that is known; see [`Entry`].
+    lost: u32,
+}
+
+impl Row {
+    /// The attempt under way has no end that is known.
+    fn lose(&mut self) {
+        self.last = Last::Lost;
+        self.lost |= bit(self.attempts);
+    }
+}
+
+/// The bit of an attempt. Later ones than the thirty-second have none, and count as failed.
+fn bit(attempt: u32) -> u32 {
+    attempt
+        .checked_sub(1)
+        .and_then(|shift| 1_u32.checked_shl(shift))
+        .unwrap_or(0)
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// With its place among those that are ready.
+    Ready(bool, u64),
+    /// Behind an earlier event of its key, or set aside.
+    Blocked,
+    Waiting(Instant),
+    /// Claimed; with the end of its lease once it was handed out.
+    Held {
+        token: u64,
+        seat: u64,
+        until: Option<Instant>,
+    },
+}
+
+/// A consumer.
+pub(crate) struct Seat {
+    handled: Arc<[Pattern]>,
+    prefetch: usize,
+    paused: bool,
+    lease: Duration,
+    no_handler_after: Duration,
+    window: Window,
+    held: usize,
+}
+
+impl Seat {
+    pub(crate) fn new(options: ConsumeOptions) -> Self {
+        Self {
+            paused: options.prefetch == 0,
+            handled: options.handled.into(),
+            prefetch: options.prefetch,
+            lease: options.lease,
+            no_handler_after: options.no_handler_after,
+            window: Window::new(options.concurrency),
+            held: 0,
+        }
+    }
+
+    fn handles(&self, event_type: &str) -> bool {
+        self.handled
+            .iter()
+            .any(|pattern| pattern.matches(event_type))
+    }
+}
+
+/// A delivery that a lease is for.
+pub(crate) struct Held {
+    pub(crate) record: Arc<Recorded>,
+    pub(crate) attempt: u32,
+    pub(crate) failures: Vec<Failure>,
+    pub(crate) topic: Arc<Topic>,
+}
+
+/// What a settlement does to an event.
+pub(crate) enum Change {
+    Finished { dead: bool },
+    Failed { after: Duration, failure: Failure },
+    Released { after: Duration },
+}
+
+/// What is to be committed of one partition.
+pub(crate) struct Snapshot {
+    pub(crate) slot: u32,
+    pub(crate) topic: Arc<Topic>,
+    pub(crate) partition: i32,
+    pub(crate) offset: i64,
+    pub(crate) metadata: String,
+    pub(crate) version: u64,
+}
+
+/// What [`Board::arrive`] did with a record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Arrived {
+    Expected,
+    /// The server has removed this many places before it.
+    Gap(u64),
+    /// The topic was created again: places begin anew.
+    Anew,
+}
+
+/// How the events of a partition stand.
+#[derive(Default)]
+pub(crate) struct Counts {
+    pub(crate) in_flight: u64,
+    pub(crate) waiting: u64,
+    pub(crate) unhandled: u64,
+    pub(crate) dead: u64,
+    /// Everything up to here was handed out or skipped.
+    pub(crate) reached: u64,
+    /// The highest place that was fetched.
+    pub(crate) position: u64,
+    /// Events that were fetched and not handed out.
+    pub(crate) fresh: Vec<Arc<Recorded>>,
+    /// Events that were handed out and are not settled.
+    pub(crate) open: Vec<Arc<Recorded>>,
+}
+
+impl Board {
+    pub(crate) fn new(ordered: bool, born: i64) -> Self {
+        Self {
+            ordered,
+            born,
+            parts: BTreeMap::new(),
+            next_slot: 1,
+            turns: 0,
+            ready: BTreeMap::new(),
+            due: BTreeSet::new(),
+            leases: BTreeSet::new(),
+            aside: BTreeMap::new(),
+            dangers: BTreeSet::new(),
+            keys: HashMap::new(),
+            seats: HashMap::new(),
+            held: 0,
+            held_suspects: 0,
+            held_alone: 0,
+            doubts: HashMap::new(),
+            closed: BTreeMap::new(),
+        }
+    }
+
+    // Partitions.
+
+    /// A partition was assigned. `saved` is what the group committed last, `None` if nothing: then it begins
+    /// at `start`. If it is not `anchored`, the server did not say, and the first record does.
+    pub(crate) fn open_part(
+        &mut self,
+        topic: Arc<Topic>,
+        partition: i32,
+        start: u64,
+        saved: Option<Saved>,
+        anchored: bool,
+    ) {
+        let shard = topic.shard(partition);
+        self.close_shard(shard);
+        let mut saved = saved.unwrap_or_else(|| Saved::new(start));
+        saved.born = self.born;
+        let slot = self.next_slot;
+        self.next_slot += 1;
+        let part = Part {
+            shard,
+            topic,
+            partition,
+            position: saved.progress.floor(),
+            begun: saved.begun,
+            progress: saved.progress,
+            anchored,
+            rows: BTreeMap::new(),
+            open: 0,
+            inherited: saved.entries,
+            dead: saved.dead,
+            born: saved.born,
+            version: 0,
+            committed: 0,
+            lazy: false,
+        };
+        self.parts.insert(slot, part);
+    }
+
+    pub(crate) fn slot(&self, shard: Shard) -> Option<u32> {
+        let found = self.parts.iter().find(|(_, part)| part.shard == shard);
+        found.map(|(slot, _)| *slot)
+    }
+
+    /// A partition is not this process's any more. Returns what to commit last: attempts under way are over.
+    pub(crate) fn close_shard(&mut self, shard: Shard) -> Option<Snapshot> {
+        let slot = self.slot(shard)?;
+        let part = self.parts.get_mut(&slot)?;
+        let mut changed = part.version > part.committed || part.lazy;
+        for row in part.rows.values_mut() {
+            if let State::Held { until, .. } = row.state {
+                changed = true;
+                if until.is_none() {
+                    // It was never handed out.
+                    row.attempts -= 1;
+                    row.last = before(row.attempts);
+                } else {
+                    row.lose();
+                }
+            }
+        }
+        let places: Vec<u64> = part.rows.keys().copied().collect();
+        let snapshot = changed.then(|| part.snapshot(slot));
+        let committed = part.committed;
+        for place in places {
+            self.forget((slot, place));
+        }
+        self.parts.remove(&slot);
+        self.set_closed(slot, committed);
+        snapshot
+    }
+
+    /// How far a partition was committed that has gone.
+    pub(crate) fn set_closed(&mut self, slot: u32, version: u64) {
+        self.closed.insert(slot, version);
+        while self.closed.len() > MOST_CLOSED {
+            self.closed.pop_first();
+        }
+    }
+
+    /// Takes an event out of all lists.
+    fn forget(&mut self, id: RowId) -> Option<Row> {
+        let part = self.parts.get_mut(&id.0)?;
+        let row = part.rows.remove(&id.1)?;
+        if id.1 <= part.begun {
+            part.open = part.open.saturating_sub(1);
+        }
+        self.unlist(id, &row);
+        if let Some(key) = &row.key {
+            let key = (id.0, key.clone());
+            if let Some(rows) = self.keys.get_mut(&key) {
+                rows.remove(&id.1);
+                if rows.is_empty() {
+                    self.keys.remove(&key);
+                }
+            }
+        }
+        Some(row)
+    }
+
+    /// Takes an event out of the list of its state.
+    fn unlist(&mut self, id: RowId, row: &Row) {
+        self.aside.remove(&id);
+        self.dangers.remove(&id);
+        match row.state {
+            State::Ready(fresh, turn) => _ = self.ready.remove(&(fresh, turn)),
+            State::Blocked => {}
+            State::Waiting(due) => _ = self.due.remove(&(due, id)),
+            State::Held { seat, until, .. } => {
+                if let Some(until) = until {
+                    self.leases.remove(&(until, id));
+                }
+                self.held -= 1;
+                self.held_suspects -= usize::from(row.suspect);
+                self.held_alone -= usize::from(row.alone);
+                if let Some(seat) = self.seats.get_mut(&seat) {
+                    seat.held -= 1;
+                }
+            }
+        }
+    }
+
+    // Arrivals.
+
+    /// A record was fetched. `wanted`: a subscription of the group matches it.
+    pub(crate) fn arrive(
+        &mut self,
+        slot: u32,
+        read: Read,
+        wanted: bool,
+        now: (Instant, Timestamp),
+    ) -> Arrived {
+        let place = read.record.position.place();
+        let Some(part) = self.parts.get_mut(&slot) else {
+            return Arrived::Expected;
+        };
+        let mut arrived = Arrived::Expected;
+        if !part.anchored {
+            part.progress = Progress::new(place - 1);
+            (part.position, part.anchored) = (place - 1, true);
+        }
+        if place <= part.position {
+            // Offsets only rise: the topic was removed and created again.
+            let places: Vec<u64> = part.rows.keys().copied().collect();
+            for place in places {
+                self.forget((slot, place));
+            }
+            let Some(part) = self.parts.get_mut(&slot) else {
+                return Arrived::Expected;
+            };
+            part.progress = Progress::new(place - 1);
+            (part.position, part.begun, part.open) = (place - 1, 0, 0);
+            part.inherited.clear();
+            part.touch();
+            arrived = Arrived::Anew;
+        }
+        let Some(part) = self.parts.get_mut(&slot) else {
+            return arrived;
+        };
+        if place > part.position + 1 {
+            let gap = place - part.position - 1;
+            part.progress.complete_range(part.position + 1, place - 1);
+            part.lazy = true;
+            arrived = Arrived::Gap(gap);
+        }
+        part.position = place;
+        let entry = part.entry(place);
+        part.inherited.remove(&place);
+        if part.progress.is_done(place) {
+            return arrived;
+        }
+        let owed = entry.is_some_and(|entry| entry.attempts > 0);
+        if !wanted && !owed {
+            part.progress.complete(place);
+            part.lazy = true;
+            return arrived;
+        }
+        self.insert(slot, read, entry, now);
+        arrived
+    }
+
+    fn insert(&mut self, slot: u32, read: Read, entry: Option<Entry>, now: (Instant, Timestamp)) {
+        let Read { record, foreign } = read;
+        let place = record.position.place();
+        let key = match self.ordered {
+            true => record.event.ordering_key().map(|key| Arc::from(&*key)),
+            false => None,
+        };
+        let mut row = Row {
+            record: Arc::new(record),
+            attempts: 0,
+            failures: Vec::new(),
+            last: Last::None,
+            state: State::Blocked,
+            key,
+            foreign,
+            suspect: false,
+            alone: false,
+            lost: 0,
+        };
+        let mut due = None;
+        if let Some(entry) = entry {
+            row.attempts = entry.attempts;
+            row.last = entry.last;
+            row.lost = entry.lost;
+            if entry.last == Last::Running {
+                row.suspect = true;
+                row.lose();
+            }
+            row.failures = inherited_failures(&entry, row.lost, now.1);
+            due = entry.due.filter(|due| *due > now.1);
+        }
+        let due = due.map(|due| later(now.0, due.since(now.1)));
+        if let Some(key) = &row.key {
+            let rows = self.keys.entry((slot, key.clone())).or_default();
+            rows.insert(place);
+        }
+        if let Some(part) = self.parts.get_mut(&slot) {
+            part.open += usize::from(place <= part.begun);
+            part.rows.insert(place, row);
+        }
+        match due {
+            Some(due) => self.set_waiting((slot, place), due),
+            None => self.set_ready((slot, place)),
+        }
+    }
+
+    fn row(&self, id: RowId) -> Option<&Row> {
+        self.parts.get(&id.0)?.rows.get(&id.1)
+    }
+
+    fn row_mut(&mut self, id: RowId) -> Option<&mut Row> {
+        self.parts.get_mut(&id.0)?.rows.get_mut(&id.1)
+    }
+
+    fn set_waiting(&mut self, id: RowId, due: Instant) {
+        if let Some(row) = self.row_mut(id) {
+            row.state = State::Waiting(due);
+            self.due.insert((due, id));
+        }
+    }
+
+    /// Lists an event as ready, unless an earlier one of its key is unfinished.
+    fn set_ready(&mut self, id: RowId) {
+        let key = self.row(id).and_then(|row| row.key.clone());
+        let free = key.is_none_or(|key| {
+            let rows = self.keys.get(&(id.0, key));
+            rows.is_none_or(|rows| rows.first() == Some(&id.1))
+        });
+        let turn = self.turns;
+        self.turns += 1;
+        let Some(row) = self.row_mut(id) else {
+            return;
+        };
+        if !free {
+            row.state = State::Blocked;
+            return;
+        }
+        let fresh = row.attempts == 0 && row.last == Last::None;
+        row.state = State::Ready(fresh, turn);
+        let danger = row.suspect && row.attempts >= ALONE;
+        self.ready.insert((fresh, turn), id);
+        if danger {
+            self.dangers.insert(id);
+        }
+    }
+
+    /// The next event of a key may go.
+    fn wake_key(&mut self, slot: u32, key: &Arc<str>) {
+        let rows = self.keys.get(&(slot, key.clone()));
+        let Some(&first) = rows.and_then(BTreeSet::first) else {
+            return;
+        };
+        let id = (slot, first);
+        if self.row(id).is_some_and(|row| row.state == State::Blocked)
+            && !self.aside.contains_key(&id)
+        {
+            self.set_ready(id);
+        }
+    }
+
+    // Consumers.
+
+    pub(crate) fn sit(&mut self, seat: u64, options: ConsumeOptions) {
+        self.seats.insert(seat, Seat::new(options));
+        self.handlers_changed();
+    }
+
+    pub(crate) fn stand_up(&mut self, seat: u64) {
+        self.seats.remove(&seat);
+    }
+
+    pub(crate) fn has_seats(&self) -> bool {
+        !self.seats.is_empty()
+    }
+
+    pub(crate) fn set_handled(&mut self, seat: u64, handled: Vec<Pattern>) {
+        if let Some(seat) = self.seats.get_mut(&seat) {
+            seat.handled = handled.into();
+        }
+        self.handlers_changed();
+    }
+
+    pub(crate) fn set_prefetch(&mut self, seat: u64, prefetch: usize) {
+        if let Some(seat) = self.seats.get_mut(&seat) {
+            seat.paused = prefetch == 0;
+            seat.prefetch = prefetch;
+        }
+    }
+
+    /// The length of a consumer's leases.
+    pub(crate) fn lease(&self, seat: u64) -> Duration {
+        self.seats
+            .get(&seat)
+            .map_or(Duration::ZERO, |seat| seat.lease)
+    }
+
+    /// Events that were set aside are looked at again.
+    fn handlers_changed(&mut self) {
+        for (id, _) in std::mem::take(&mut self.aside) {
+            self.set_ready(id);
+        }
+    }
+
+    /// Skips events that no attempt has begun at and that no subscription matches any more.
+    pub(crate) fn refilter(&mut self, wanted: impl Fn(&Event) -> bool) {
+        let mut unwanted = Vec::new();
+        for (slot, part) in &self.parts {
+            let fresh = part.rows.iter().filter(|(_, row)| {
+                let held = matches!(row.state, State::Held { .. });
+                row.attempts == 0 && !held && !wanted(&row.record.event)
+            });
+            unwanted.extend(fresh.map(|(place, _)| (*slot, *place)));
+        }
+        for id in unwanted {
+            self.finish(id);
+        }
+    }
+
+    // Time.
+
+    /// Ends leases and waits that are over.
+    pub(crate) fn tick(&mut self, now: Instant, wall: Timestamp) {
+        while let Some(&(until, id)) = self.leases.first()
+            && until <= now
+        {
+            if let Some(row) = self.row_mut(id) {
+                let text = "the lease ended before the event was settled";
+                let failure = Failure::new(row.attempts, wall, FailureKind::Crash, text);
+                row.failures.push(failure);
+                row.lose();
+            }
+            self.put_back(id, None, now);
+        }
+        while let Some(&(due, id)) = self.due.first()
+            && due <= now
+        {
+            self.due.pop_first();
+            self.set_ready(id);
+        }
+    }
+
+    /// When [`tick`](Self::tick) has something to do.
+    pub(crate) fn next_tick(&self) -> Option<Instant> {
+        let due = self.due.first().map(|(at, _)| *at);
+        let lease = self.leases.first().map(|(at, _)| *at);
+        [due, lease].into_iter().flatten().min()
+    }
+
+    /// Events that no consumer here has had a handler for, for too long. They are held from now on.
+    pub(crate) fn orphans(&mut self, now: Instant, token: impl Fn() -> u64) -> Vec<(RowId, u64)> {
+        let after = self.seats.values().map(|seat| seat.no_handler_after).min();
+        let Some(after) = after else {
+            return Vec::new();
+        };
+        let old = self
+            .aside
+            .iter()
+            .filter(|(_, since)| now.saturating_duration_since(**since) >= after);
+        let old: Vec<RowId> = old.map(|(id, _)| *id).collect();
+        old.into_iter()
+            .map(|id| {
+                let token = token();
+                self.hold(id, 0, token, false);
+                self.hand_over(id, Duration::from_secs(60), now);
+                (id, token)
+            })
+            .collect()
+    }
+}
+
+impl Part {
+    fn touch(&mut self) {
+        self.version += 1;
+    }
+
+    fn entry(&self, place: u64) -> Option<Entry> {
+        let known = self.inherited.get(&place).copied();
+        known.or_else(|| (place <= self.begun).then_some(Entry::BEGUN))
+    }
+}
+
+/// A moment after another one. A duration that is too long for the clock is cut.
+fn later(now: Instant, by: Duration) -> Instant {
+    now.checked_add(by).unwrap_or_else(|| now + FAR)
+}
+
+/// What is said of earlier attempts at an event when a later one is taken back.
+fn before(attempts: u32) -> Last {
+    match attempts {
+        0 => Last::None,
+        _ => Last::Failed,
+    }
+}
+
+/// The failures of attempts that another process made. What went wrong there is not in the metadata.
+fn inherited_failures(entry: &Entry, lost: u32, now: Timestamp) -> Vec<Failure> {
+    let failure = |attempt: u32| {
+        let last = attempt == entry.attempts;
+        let (kind, text) = match lost & bit(attempt) {
+            0 => (FailureKind::Error, "it failed in a process that has ended"),
+            _ => (
+                FailureKind::Crash,
+                "the process that ran it ended, or lost its partition or its lease",
+            ),
+        };
+        let mut failure = Failure::new(attempt, now, kind, text);
+        failure.alone = last && entry.alone && entry.last == Last::Running;
+        failure
+    };
+    // More than a dead letter shows are not made up.
+    let first = entry.attempts.saturating_sub(99).max(1);
+    (first..=entry.attempts).map(failure).collect()
+}

@@ -1,0 +1,146 @@
+//! What is committed of a partition, and how its events stand.
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use everbus_core::{Shard, Timestamp};
+
+use super::{Board, Counts, Part, Snapshot, State};
+use crate::progress::{Entry, Last, Saved};
+
+impl Board {
+    /// What must be committed. With `lazy`, also progress that may wait.
+    pub(crate) fn snapshots(&mut self, lazy: bool) -> Vec<Snapshot> {
+        let mut all = Vec::new();
+        for (slot, part) in &mut self.parts {
+            if part.version > part.committed || lazy && part.lazy {
+                part.lazy = false;
+                all.push(part.snapshot(*slot));
+            }
+        }
+        all
+    }
+
+    pub(crate) fn is_dirty(&self) -> bool {
+        self.parts
+            .values()
+            .any(|part| part.version > part.committed)
+    }
+
+    /// A commit was acknowledged.
+    pub(crate) fn committed(&mut self, slot: u32, version: u64) {
+        if let Some(part) = self.parts.get_mut(&slot) {
+            part.committed = part.committed.max(version);
+        }
+    }
+
+    /// A commit failed.
+    pub(crate) fn not_committed(&mut self, slot: u32) {
+        if let Some(part) = self.parts.get_mut(&slot) {
+            part.lazy = true;
+        }
+    }
+
+    /// Whether a version is durable; `None` if it is not, and the partition is not this process's any more.
+    pub(crate) fn is_committed(&self, slot: u32, version: u64) -> Option<bool> {
+        match self.parts.get(&slot) {
+            Some(part) => Some(part.committed >= version),
+            None => {
+                let committed = self.closed.get(&slot);
+                committed
+                    .is_some_and(|committed| *committed >= version)
+                    .then_some(true)
+            }
+        }
+    }
+
+    pub(crate) fn version(&self, slot: u32) -> u64 {
+        self.parts.get(&slot).map_or(0, |part| part.version)
+    }
+
+    /// Whether there are more fresh events than this.
+    pub(crate) fn is_full(&self, most: usize) -> bool {
+        let rows: usize = self.parts.values().map(|part| part.rows.len()).sum();
+        rows.saturating_sub(self.held + self.due.len()) > most
+    }
+
+    pub(crate) fn held(&self) -> usize {
+        self.held
+    }
+
+    /// How the events of each partition stand.
+    pub(crate) fn counts(&self) -> HashMap<Shard, Counts> {
+        let count = |(slot, part): (&u32, &Part)| {
+            let mut counts = Counts {
+                dead: part.dead,
+                position: part.position,
+                reached: part.position,
+                ..Counts::default()
+            };
+            for (place, row) in &part.rows {
+                let id = (*slot, *place);
+                let begun = row.attempts > 0 || *place <= part.begun;
+                match row.state {
+                    State::Held { .. } => counts.in_flight += 1,
+                    State::Waiting(_) => counts.waiting += 1,
+                    _ if self.aside.contains_key(&id) => {
+                        counts.waiting += 1;
+                        counts.unhandled += 1;
+                    }
+                    _ if begun => counts.waiting += 1,
+                    _ => {
+                        counts.reached = counts.reached.min(place - 1);
+                        counts.fresh.push(row.record.clone());
+                        continue;
+                    }
+                }
+                counts.open.push(row.record.clone());
+            }
+            (part.shard, counts)
+        };
+        self.parts.iter().map(count).collect()
+    }
+}
+
+impl Part {
+    pub(super) fn snapshot(&self, slot: u32) -> Snapshot {
+        let mut saved = Saved {
+            progress: self.progress.clone(),
+            begun: self.begun,
+            entries: self.inherited.clone(),
+            dead: self.dead,
+            born: self.born,
+        };
+        let now = (Instant::now(), wall());
+        for (place, row) in self.rows.range(..=self.begun) {
+            let due = match row.state {
+                State::Waiting(due) => Some(now.1.plus(due.saturating_duration_since(now.0))),
+                _ => None,
+            };
+            let entry = Entry {
+                attempts: row.attempts,
+                last: row.last,
+                alone: row.alone && row.last == Last::Running,
+                due,
+                lost: row.lost,
+            };
+            if entry != Entry::BEGUN {
+                saved.entries.insert(*place, entry);
+            }
+        }
+        Snapshot {
+            slot,
+            topic: self.topic.clone(),
+            partition: self.partition,
+            offset: i64::try_from(self.progress.floor()).unwrap_or(i64::MAX),
+            metadata: saved.encode(),
+            version: self.version,
+        }
+    }
+}
+
+/// Due times in the metadata are read by other processes, on other machines.
+fn wall() -> Timestamp {
+    use everbus_core::Clock as _;
+    everbus_core::SystemClock.now()
+}

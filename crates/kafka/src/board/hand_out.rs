@@ -1,0 +1,204 @@
+//! Handing out: which events a consumer gets, and when.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use everbus_core::{Failure, FailureKind, Timestamp};
+
+use super::{Board, Held, LOOKED_AT, MOST_OPEN, MOST_RANGES, RowId, Seat, State, before, later};
+use crate::progress::Last;
+
+impl Board {
+    /// Claims up to `max` events for a consumer. They are handed out by [`deliver`](Self::deliver), once
+    /// their attempts are durable.
+    pub(crate) fn claim(
+        &mut self,
+        seat: u64,
+        max: usize,
+        now: Instant,
+        token: impl Fn() -> u64,
+    ) -> Vec<(RowId, u64)> {
+        let Some(own) = self.seats.get(&seat) else {
+            return Vec::new();
+        };
+        let room = own.prefetch.min(own.window.size()).saturating_sub(own.held);
+        let max = max.min(room);
+        if max == 0 || own.paused || self.held_alone > 0 {
+            return Vec::new();
+        }
+        let event_type = |id: &RowId| self.row(*id).map(|row| row.record.event.event_type());
+        let handled = |seat: &Seat, id: &RowId| event_type(id).is_some_and(|t| seat.handles(t));
+        let danger = self
+            .dangers
+            .iter()
+            .find(|id| self.seats.values().any(|seat| handled(seat, id)));
+        if let Some(&danger) = danger {
+            if self.held > 0 || !handled(own, &danger) {
+                return Vec::new();
+            }
+            let token = token();
+            self.hold(danger, seat, token, true);
+            return vec![(danger, token)];
+        }
+        let (mut picked, mut nobody) = (Vec::new(), Vec::new());
+        let mut suspects = self.held_suspects;
+        let mut begun: HashMap<u32, usize> = HashMap::new();
+        for id in self.ready.values().take(LOOKED_AT) {
+            if picked.len() == max {
+                break;
+            }
+            let Some(row) = self.row(*id) else {
+                continue;
+            };
+            let event_type = row.record.event.event_type();
+            if !own.handles(event_type) {
+                if !self.seats.values().any(|seat| seat.handles(event_type)) {
+                    nobody.push(*id);
+                }
+                continue;
+            }
+            if row.suspect && suspects > 0 {
+                continue;
+            }
+            let Some(part) = self.parts.get(&id.0) else {
+                continue;
+            };
+            if id.1 > part.begun {
+                // Places between the last that begun and this one count as begun with it.
+                let begun = begun.entry(id.0).or_default();
+                let full =
+                    part.open + *begun >= MOST_OPEN || part.progress.fragments() >= MOST_RANGES;
+                if full {
+                    continue;
+                }
+                *begun += 1;
+            }
+            suspects += usize::from(row.suspect);
+            picked.push(*id);
+        }
+        for id in nobody {
+            self.set_aside(id, now);
+        }
+        picked
+            .into_iter()
+            .map(|id| {
+                let token = token();
+                self.hold(id, seat, token, false);
+                (id, token)
+            })
+            .collect()
+    }
+
+    pub(super) fn set_aside(&mut self, id: RowId, now: Instant) {
+        let Some(row) = self.row_mut(id) else {
+            return;
+        };
+        if let State::Ready(fresh, turn) = row.state {
+            row.state = State::Blocked;
+            self.ready.remove(&(fresh, turn));
+            self.dangers.remove(&id);
+            self.aside.insert(id, now);
+        }
+    }
+
+    pub(super) fn hold(&mut self, id: RowId, seat: u64, token: u64, alone: bool) {
+        self.aside.remove(&id);
+        self.dangers.remove(&id);
+        let Some(part) = self.parts.get_mut(&id.0) else {
+            return;
+        };
+        if id.1 > part.begun {
+            part.begun = id.1;
+            part.open = part.rows.range(..=id.1).count();
+        }
+        part.touch();
+        let Some(row) = part.rows.get_mut(&id.1) else {
+            return;
+        };
+        let state = row.state;
+        row.attempts += 1;
+        row.last = Last::Running;
+        row.alone = alone;
+        row.state = State::Held {
+            token,
+            seat,
+            until: None,
+        };
+        self.held += 1;
+        self.held_suspects += usize::from(row.suspect);
+        self.held_alone += usize::from(alone);
+        if let State::Ready(fresh, turn) = state {
+            self.ready.remove(&(fresh, turn));
+        }
+        if let Some(seat) = self.seats.get_mut(&seat) {
+            seat.held += 1;
+        }
+    }
+
+    /// Begins the lease of a claimed event.
+    pub(super) fn hand_over(&mut self, id: RowId, lease: Duration, now: Instant) {
+        if let Some(row) = self.row_mut(id)
+            && let State::Held { until, .. } = &mut row.state
+        {
+            let end = later(now, lease);
+            *until = Some(end);
+            self.leases.insert((end, id));
+        }
+    }
+
+    /// Hands out a claimed event; `None` if its partition is gone.
+    pub(crate) fn deliver(
+        &mut self,
+        id: RowId,
+        token: u64,
+        now: Instant,
+        wall: Timestamp,
+    ) -> Option<Held> {
+        let row = self.row(id)?;
+        let State::Held {
+            seat,
+            until: None,
+            token: known,
+        } = row.state
+        else {
+            return None;
+        };
+        if known != token {
+            return None;
+        }
+        let lease = self.lease(seat);
+        self.hand_over(id, lease, now);
+        let topic = self.parts.get(&id.0)?.topic.clone();
+        let row = self.row(id)?;
+        let mut failures = row.failures.clone();
+        if let Some(why) = &row.foreign {
+            failures.push(Failure::new(
+                row.attempts,
+                wall,
+                FailureKind::Corrupt,
+                why.clone(),
+            ));
+        }
+        Some(Held {
+            record: row.record.clone(),
+            attempt: row.attempts,
+            failures,
+            topic,
+        })
+    }
+
+    /// Takes back events that were claimed and not handed out: no attempt has begun.
+    pub(crate) fn give_back(&mut self, claimed: &[(RowId, u64)]) {
+        for (id, token) in claimed {
+            let Some(row) = self.row_mut(*id) else {
+                continue;
+            };
+            if matches!(row.state, State::Held { token: known, until: None, .. } if known == *token)
+            {
+                row.attempts -= 1;
+                row.last = before(row.attempts);
+                self.put_back(*id, None, Instant::now());
+            }
+        }
+    }
+}

@@ -1,0 +1,399 @@
+use super::*;
+use everbus_core::{Clock as _, Position, SystemClock};
+use everbus_dialects::Dialect;
+
+const SEAT: u64 = 1;
+
+struct Table {
+    board: Board,
+    topic: Arc<Topic>,
+    slot: u32,
+    now: Instant,
+    tokens: std::cell::Cell<u64>,
+}
+
+fn all() -> Vec<Pattern> {
+    vec![Pattern::new("*").unwrap()]
+}
+
+impl Table {
+    fn new(ordered: bool, saved: Option<Saved>) -> Self {
+        let mut board = Board::new(ordered, 0);
+        let topic = Arc::new(Topic::for_tests("board", Dialect::Native));
+        board.open_part(topic.clone(), 0, 0, saved, true);
+        board.sit(
+            SEAT,
+            ConsumeOptions::new(all()).lease(Duration::from_secs(5)),
+        );
+        let slot = board.slot(topic.shard(0)).unwrap();
+        Self {
+            board,
+            topic,
+            slot,
+            now: Instant::now(),
+            tokens: std::cell::Cell::new(1),
+        }
+    }
+
+    fn token(&self) -> u64 {
+        self.tokens.set(self.tokens.get() + 1);
+        self.tokens.get()
+    }
+
+    fn arrive(&mut self, place: u64, key: &str, wanted: bool) -> Arrived {
+        let event = Event::builder("a.b").key(key).build().unwrap();
+        let position = Position::new(self.topic.shard(0), place);
+        let read = Read {
+            record: Recorded::new(event, position, Timestamp::EPOCH),
+            foreign: None,
+        };
+        self.board
+            .arrive(self.slot, read, wanted, (self.now, SystemClock.now()))
+    }
+
+    /// Claims and hands out; places, tokens and attempts.
+    fn take(&mut self, max: usize) -> Vec<(u64, u64, u32)> {
+        self.board.tick(self.now, Timestamp::EPOCH);
+        let tokens = std::mem::take(&mut self.tokens);
+        let next = || {
+            tokens.set(tokens.get() + 1);
+            tokens.get()
+        };
+        let claimed = self.board.claim(SEAT, max, self.now, next);
+        self.tokens = tokens;
+        let now = self.now;
+        claimed
+            .into_iter()
+            .map(|(id, token)| {
+                let held = self
+                    .board
+                    .deliver(id, token, now, Timestamp::EPOCH)
+                    .unwrap();
+                (id.1, token, held.attempt)
+            })
+            .collect()
+    }
+
+    fn settle(&mut self, place: u64, token: u64, change: Change) -> Option<u64> {
+        let step = Duration::from_millis(1);
+        self.board
+            .settle((self.slot, place), token, change, self.now, step)
+    }
+
+    fn done(&mut self, place: u64, token: u64) {
+        self.settle(place, token, Change::Finished { dead: false })
+            .unwrap();
+    }
+
+    /// What another process would read after this one died now.
+    fn committed(&mut self) -> Saved {
+        let all = self.board.snapshots(true);
+        let last = all.last().expect("something to commit");
+        let floor = u64::try_from(last.offset).unwrap();
+        Saved::decode(floor, &last.metadata).unwrap()
+    }
+}
+
+fn places(taken: &[(u64, u64, u32)]) -> Vec<u64> {
+    taken.iter().map(|(place, ..)| *place).collect()
+}
+
+// conformance: contract/kafka-floor: the committed offset never passes an event that is not finished
+#[test]
+fn the_floor_stays_below_what_is_unfinished() {
+    let mut table = Table::new(false, None);
+    for place in 1..=6 {
+        table.arrive(place, "k", place != 2);
+    }
+    let taken = table.take(10);
+    assert_eq!(places(&taken), [1, 3, 4, 5, 6]);
+    for (place, token, _) in &taken[1..] {
+        table.done(*place, *token);
+    }
+    let saved = table.committed();
+    assert_eq!((saved.progress.floor(), saved.progress.highest()), (0, 6));
+    table.done(1, taken[0].1);
+    assert_eq!(table.committed().progress.floor(), 6);
+}
+
+#[test]
+fn an_attempt_is_in_the_commit_before_the_event_is_handed_out() {
+    let mut table = Table::new(false, None);
+    table.arrive(1, "k", true);
+    table.arrive(2, "k", true);
+    let token = table.token();
+    let claimed = table.board.claim(SEAT, 1, table.now, || token);
+    assert_eq!(claimed, [((table.slot, 1), token)]);
+    assert!(table.board.is_dirty());
+    let saved = table.committed();
+    assert_eq!(saved.entry(1), Some(Entry::BEGUN));
+    assert_eq!(saved.entry(2), None, "only claimed events have begun");
+    table.board.give_back(&claimed);
+    assert_eq!(table.committed().entry(1).unwrap().attempts, 0);
+    assert_eq!(
+        table.take(5).iter().map(|t| t.2).collect::<Vec<_>>(),
+        [1, 1]
+    );
+}
+
+#[test]
+fn what_was_running_comes_one_at_a_time_and_at_last_alone() {
+    let mut saved = Saved::new(0);
+    saved.begun = 3;
+    let poison = Entry {
+        attempts: 3,
+        ..Entry::BEGUN
+    };
+    saved.entries.insert(3, poison);
+    let mut table = Table::new(false, Some(saved));
+    for place in 1..=5 {
+        table.arrive(place, "k", true);
+    }
+    assert_eq!(
+        places(&table.take(10)),
+        [3],
+        "it has crashed three processes"
+    );
+    let taken = table.committed();
+    assert!(taken.entry(3).unwrap().alone);
+    assert!(table.take(10).is_empty(), "it runs alone");
+    table.done(3, 2);
+    let taken = table.take(10);
+    assert_eq!(
+        places(&taken),
+        [1, 4, 5],
+        "of the other suspects one at a time"
+    );
+    assert_eq!(taken[0].2, 2);
+    table.done(1, taken[0].1);
+    assert_eq!(places(&table.take(10)), [2]);
+}
+
+#[test]
+fn a_key_goes_in_order_in_an_ordered_group() {
+    let mut table = Table::new(true, None);
+    for (place, key) in [(1, "a"), (2, "a"), (3, "b"), (4, "a")] {
+        table.arrive(place, key, true);
+    }
+    let taken = table.take(10);
+    assert_eq!(places(&taken), [1, 3]);
+    let failure = Failure::new(1, Timestamp::EPOCH, FailureKind::Error, "x");
+    let after = Duration::from_secs(1);
+    table
+        .settle(1, taken[0].1, Change::Failed { after, failure })
+        .unwrap();
+    assert!(table.take(10).is_empty(), "the first of the key waits");
+    table.now += after;
+    let again = table.take(10);
+    assert_eq!((again[0].0, again[0].2, again.len()), (1, 2, 1));
+    table.done(1, again[0].1);
+    assert_eq!(places(&table.take(10)), [2]);
+}
+
+#[test]
+fn a_lease_that_ended_is_lost_and_its_event_comes_again() {
+    let mut table = Table::new(false, None);
+    table.arrive(1, "k", true);
+    let first = table.take(1)[0];
+    table.now += Duration::from_secs(6);
+    assert!(
+        table
+            .settle(1, first.1, Change::Finished { dead: false })
+            .is_none()
+    );
+    let again = table.take(1)[0];
+    assert_eq!((again.0, again.2), (1, 2));
+    assert!(
+        table
+            .settle(1, first.1, Change::Finished { dead: false })
+            .is_none()
+    );
+    table.done(1, again.1);
+    assert!(
+        table
+            .settle(1, again.1, Change::Finished { dead: false })
+            .is_none(),
+        "once"
+    );
+}
+
+#[test]
+fn a_partition_that_goes_takes_its_leases_and_leaves_its_attempts() {
+    let mut table = Table::new(false, None);
+    for place in 1..=3 {
+        table.arrive(place, "k", true);
+    }
+    let taken = table.take(2);
+    table.done(2, taken[1].1);
+    let shard = table.topic.shard(0);
+    let last = table.board.close_shard(shard).unwrap();
+    assert!(table.board.find(shard, 1, taken[0].1, table.now).is_none());
+    assert_eq!(table.board.held(), 0);
+    let saved = Saved::decode(0, &last.metadata).unwrap();
+    assert!(saved.progress.is_done(2));
+    let entry = saved.entry(1).unwrap();
+    assert_eq!(
+        (entry.attempts, entry.last, entry.lost),
+        (1, Last::Lost, 1),
+        "no suspicion"
+    );
+    assert_eq!(saved.entry(3), None);
+}
+
+#[test]
+fn a_partition_that_goes_while_an_event_runs_alone_blocks_nothing() {
+    let mut saved = Saved::new(0);
+    saved.begun = 1;
+    let poison = Entry {
+        attempts: 3,
+        ..Entry::BEGUN
+    };
+    saved.entries.insert(1, poison);
+    let mut table = Table::new(false, Some(saved));
+    table.arrive(1, "k", true);
+    assert_eq!(places(&table.take(10)), [1]);
+    let shard = table.topic.shard(0);
+    let last = table.board.close_shard(shard).unwrap();
+    let saved = Saved::decode(0, &last.metadata).unwrap();
+    assert_eq!(
+        (
+            saved.entry(1).unwrap().attempts,
+            saved.entry(1).unwrap().alone
+        ),
+        (4, false)
+    );
+    table.board.open_part(table.topic.clone(), 0, 0, None, true);
+    table.slot = table.board.slot(shard).unwrap();
+    table.arrive(1, "k", true);
+    table.arrive(2, "k", true);
+    assert_eq!(
+        places(&table.take(10)),
+        [1, 2],
+        "nothing runs alone any more"
+    );
+}
+
+#[test]
+fn a_topic_that_was_created_again_is_read_from_its_beginning() {
+    let mut table = Table::new(false, Some(Saved::new(100)));
+    assert_eq!(table.arrive(1, "k", true), Arrived::Anew);
+    assert_eq!(table.arrive(2, "k", true), Arrived::Expected);
+    assert_eq!(places(&table.take(10)), [1, 2]);
+    assert_eq!(
+        table.arrive(9, "k", true),
+        Arrived::Gap(6),
+        "the server removed records"
+    );
+}
+
+#[test]
+fn a_partition_begins_no_more_than_its_metadata_has_room_for() {
+    let mut table = Table::new(false, None);
+    for place in 1..=2000 {
+        table.arrive(place, "k", true);
+    }
+    table.board.set_prefetch(SEAT, 10_000);
+    let taken = table.take(10_000);
+    assert_eq!(taken.len(), MOST_OPEN);
+    for (place, token, _) in &taken {
+        let failure = Failure::new(1, Timestamp::EPOCH, FailureKind::Error, "x");
+        let after = Duration::from_secs(place % 50);
+        table
+            .settle(*place, *token, Change::Failed { after, failure })
+            .unwrap();
+    }
+    let saved = table.committed();
+    assert!(
+        (1..=400).all(|place| saved.entry(place).unwrap().attempts == 1),
+        "all of them fit"
+    );
+    assert!(saved.entries.values().any(|entry| entry.due.is_some()));
+}
+
+// conformance: contract/kafka-board: under random work and random ends of the process every event is finished, and none is passed over
+#[test]
+fn random_work_and_random_ends_pass_over_nothing() {
+    for seed in 0..20 {
+        let mut random = fastrand::Rng::with_seed(seed);
+        let mut finished: BTreeSet<u64> = BTreeSet::new();
+        let mut saved: Option<Saved> = None;
+        let ordered = random.bool();
+        const EVENTS: u64 = 120;
+        let mut rounds = 0;
+        while finished.len() < EVENTS as usize {
+            rounds += 1;
+            assert!(rounds < 5000, "seed {seed}: {} of {EVENTS}", finished.len());
+            let mut table = Table::new(ordered, saved.clone());
+            let mut next = saved.as_ref().map_or(0, |saved| saved.progress.floor()) + 1;
+            let mut held: Vec<(u64, u64)> = Vec::new();
+            for _ in 0..random.usize(1..300) {
+                match random.u32(0..6) {
+                    0 | 1 => {
+                        for _ in 0..random.u32(1..9) {
+                            if next <= EVENTS {
+                                table.arrive(next, &format!("k{}", next % 5), true);
+                                next += 1;
+                            }
+                        }
+                    }
+                    2 | 3 => {
+                        let taken = table.take(random.usize(1..8));
+                        for (place, token, attempt) in taken {
+                            assert!(attempt > 0);
+                            assert!(
+                                !finished.contains(&place),
+                                "seed {seed}: {place} was committed as done"
+                            );
+                            held.push((place, token));
+                        }
+                        saved = Some(table.committed_or(saved));
+                    }
+                    4 => table.now += Duration::from_secs(random.u64(0..3)),
+                    _ => {
+                        let Some((place, token)) = held.pop() else {
+                            continue;
+                        };
+                        let change = match random.u32(0..4) {
+                            0 => Change::Failed {
+                                after: Duration::ZERO,
+                                failure: Failure::new(1, Timestamp::EPOCH, FailureKind::Error, "x"),
+                            },
+                            1 => Change::Released {
+                                after: Duration::ZERO,
+                            },
+                            _ => Change::Finished { dead: false },
+                        };
+                        let ends = matches!(change, Change::Finished { .. });
+                        let applied = table.settle(place, token, change).is_some();
+                        // The answer comes after the commit.
+                        saved = Some(table.committed_or(saved));
+                        if ends && applied {
+                            finished.insert(place);
+                        }
+                    }
+                }
+                if let Some(saved) = &saved {
+                    let floor = saved.progress.floor();
+                    assert!(
+                        (1..=floor).all(|place| finished.contains(&place)),
+                        "seed {seed}: passed over"
+                    );
+                }
+            }
+        }
+    }
+}
+
+impl Table {
+    fn committed_or(&mut self, before: Option<Saved>) -> Saved {
+        let all = self.board.snapshots(true);
+        match all.last() {
+            Some(last) => {
+                let floor = u64::try_from(last.offset).unwrap();
+                self.board.committed(last.slot, last.version);
+                Saved::decode(floor, &last.metadata).unwrap()
+            }
+            None => before.unwrap_or_else(|| Saved::new(0)),
+        }
+    }
+}

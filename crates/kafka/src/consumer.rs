@@ -1,0 +1,211 @@
+//! The consumer: it claims events of its group's member, and hands them out once their attempts are durable.
+
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use everbus_core::{
+    BoxFuture, ConsumeOptions, Consumer, Delivery, Failure, FailureKind, Lease, Pattern, Result,
+    Settlement, Verdict,
+};
+
+use crate::board::RowId;
+use crate::broker::Shared;
+use crate::member::Member;
+
+/// Consumers look again after this long at least, for events that were set aside for too long.
+const LOOK: Duration = Duration::from_secs(1);
+
+pub(crate) struct KafkaConsumer {
+    shared: Arc<Shared>,
+    member: Arc<Member>,
+    seat: u64,
+    options: ConsumeOptions,
+    /// Claimed and not handed out, with the version of their partition that has the attempt.
+    claimed: Vec<(RowId, u64, u64)>,
+}
+
+impl KafkaConsumer {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        member: Arc<Member>,
+        seat: u64,
+        options: ConsumeOptions,
+    ) -> Self {
+        Self {
+            shared,
+            member,
+            seat,
+            options,
+            claimed: Vec::new(),
+        }
+    }
+
+    /// Claims up to `max` events, if none are claimed yet.
+    fn claim(&mut self, max: usize) {
+        if !self.claimed.is_empty() {
+            return;
+        }
+        let (now, wall) = (Instant::now(), self.shared.options.clock.now());
+        let number = || self.shared.number();
+        let mut board = self.member.board.lock();
+        board.tick(now, wall);
+        let claimed = board.claim(self.seat, max.max(1), now, number);
+        let versions = claimed
+            .into_iter()
+            .map(|(id, token)| (id, token, board.version(id.0)));
+        self.claimed = versions.collect();
+    }
+
+    /// Waits until the attempts of the claimed events are durable, and hands them out.
+    async fn hand_out(&mut self, max: usize) -> Result<Vec<Delivery>> {
+        let mut slots: Vec<(u32, u64)> = self
+            .claimed
+            .iter()
+            .map(|(id, _, version)| (id.0, *version))
+            .collect();
+        slots.sort_unstable();
+        slots.dedup_by_key(|(slot, _)| *slot);
+        for (slot, _) in slots {
+            let versions = self.claimed.iter().filter(|(id, ..)| id.0 == slot);
+            let version = versions.map(|(_, _, version)| *version).max().unwrap_or(0);
+            let timeout = self.shared.link.timeout;
+            // A partition that went away takes its events with it: they are not delivered below.
+            self.member
+                .durable(slot, version, timeout)
+                .await
+                .map_err(|error| {
+                    error.with_message("the attempts could not be recorded in time")
+                })?;
+        }
+        let (now, wall) = (Instant::now(), self.shared.options.clock.now());
+        let count = self.claimed.len().min(max.max(1));
+        let mut deliveries = Vec::with_capacity(count);
+        let mut board = self.member.board.lock();
+        for (id, token, _) in self.claimed.drain(..count) {
+            if let Some(held) = board.deliver(id, token, now, wall) {
+                let lease = Lease::new(held.record.position, [self.member.number, token]);
+                deliveries
+                    .push(Delivery::new(held.record, lease).after(held.attempt, held.failures));
+            }
+        }
+        Ok(deliveries)
+    }
+
+    fn give_back(&mut self) {
+        let claimed: Vec<(RowId, u64)> = self
+            .claimed
+            .drain(..)
+            .map(|(id, token, _)| (id, token))
+            .collect();
+        if !claimed.is_empty() {
+            self.member.board.lock().give_back(&claimed);
+            self.member.changed.notify_waiters();
+            self.member.kick();
+        }
+    }
+
+    /// Dead-letters events that no process has had a handler for.
+    fn bury_orphans(&self) {
+        let number = || self.shared.number();
+        let orphans = self.member.board.lock().orphans(Instant::now(), number);
+        for (id, token) in orphans {
+            let (shared, member) = (self.shared.clone(), self.member.clone());
+            tokio::spawn(async move {
+                let found = member.board.lock().held_record(id);
+                let Some((record, attempt)) = found else {
+                    return;
+                };
+                let text = format!("no process has a handler for {}", record.event.event_type());
+                let now = shared.options.clock.now();
+                let failure = Failure::new(attempt, now, FailureKind::NoHandler, text);
+                let lease = Lease::new(record.position, [member.number, token]);
+                let verdict = Verdict::Dead {
+                    failure: Some(failure),
+                };
+                if let Err(error) = shared.settle_one(Settlement::new(lease, verdict)).await {
+                    tracing::warn!(target: "everbus::kafka", %error, "an event without a handler could not be dead-lettered");
+                }
+            });
+        }
+    }
+}
+
+impl Consumer for KafkaConsumer {
+    fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>> {
+        Box::pin(async move {
+            let shared = self.shared.clone();
+            loop {
+                let member = self.member.clone();
+                let mut changed = pin!(member.changed.notified());
+                changed.as_mut().enable();
+                let mut closing = pin!(shared.link.closing.notified());
+                closing.as_mut().enable();
+                shared.link.check_open()?;
+                if let Some(error) = member.take_error() {
+                    return Err(error);
+                }
+                if !member.is_running() {
+                    // It left, or its thread ended: another one takes its place.
+                    self.claimed.clear();
+                    let options = &self.options;
+                    let sit = |member: &Arc<Member>| {
+                        member.board.lock().sit(self.seat, options.clone());
+                    };
+                    self.member = shared.join(&member.group.name, sit).await?;
+                    continue;
+                }
+                self.claim(max);
+                if !self.claimed.is_empty() {
+                    let deliveries = self.hand_out(max).await?;
+                    if !deliveries.is_empty() {
+                        return Ok(deliveries);
+                    }
+                    continue;
+                }
+                self.bury_orphans();
+                let next = member.board.lock().next_tick();
+                let look = Instant::now() + LOOK;
+                let until = next.map_or(look, |next| next.min(look));
+                tokio::select! {
+                    () = changed => {}
+                    () = closing => {}
+                    () = tokio::time::sleep_until(until.into()) => {}
+                }
+            }
+        })
+    }
+
+    fn set_handled(&mut self, handled: Vec<Pattern>) {
+        self.options.handled = handled.clone();
+        self.member.board.lock().set_handled(self.seat, handled);
+        self.member.changed.notify_waiters();
+    }
+
+    fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
+        self.resume(0)
+    }
+
+    fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
+        if prefetch == 0 {
+            self.give_back();
+        }
+        self.options.prefetch = prefetch;
+        self.member.board.lock().set_prefetch(self.seat, prefetch);
+        self.member.changed.notify_waiters();
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>> {
+        drop(self);
+        Box::pin(std::future::ready(Ok(())))
+    }
+}
+
+impl Drop for KafkaConsumer {
+    fn drop(&mut self) {
+        self.give_back();
+        self.member.board.lock().stand_up(self.seat);
+        self.member.changed.notify_waiters();
+    }
+}

@@ -1,0 +1,120 @@
+//! Errors of the server and of the client, mapped to codes.
+
+use everbus_core::{Code, Error};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode as Kind};
+
+/// The kind of an error of the client, if it has one.
+pub(crate) fn kind(error: &KafkaError) -> Option<Kind> {
+    match error {
+        KafkaError::MessageConsumptionFatal(kind) => Some(*kind),
+        error => error.rdkafka_error_code(),
+    }
+}
+
+/// The error as the caller sees it; `what` was to be done.
+pub(crate) fn refused(what: &str, error: &KafkaError) -> Error {
+    match kind(error) {
+        Some(kind) => of_kind(what, kind),
+        None => Error::new(Code::Unavailable, format!("{what}: {error}")),
+    }
+}
+
+/// As [`refused`], for an error that comes as its kind alone.
+pub(crate) fn of_kind(what: &str, kind: Kind) -> Error {
+    let text = format!("{what}: {kind}");
+    let new = |code: Code, hint: &str| Error::new(code, text.clone()).hint(hint);
+    match kind {
+        Kind::MessageSizeTooLarge | Kind::InvalidMessageSize | Kind::InvalidRecord => new(
+            Code::PayloadTooLarge,
+            "let large payloads overflow to an object store, or raise max.message.bytes of the topic",
+        ),
+        Kind::TopicAuthorizationFailed => new(
+            Code::InvalidSetting,
+            "the user needs the permissions Read, Write, Describe and Create for this topic",
+        ),
+        Kind::GroupAuthorizationFailed => new(
+            Code::InvalidSetting,
+            "the user needs the permissions Read, Describe and Delete for the group",
+        ),
+        Kind::ClusterAuthorizationFailed | Kind::TransactionalIdAuthorizationFailed => new(
+            Code::InvalidSetting,
+            "the user needs the permissions Create, Describe and IdempotentWrite for the cluster",
+        ),
+        Kind::SaslAuthenticationFailed | Kind::Authentication => new(
+            Code::InvalidSetting,
+            "check user and password: in the URL, or broker.user, broker.password and broker.sasl",
+        ),
+        Kind::UnsupportedSASLMechanism | Kind::IllegalSASLState => new(
+            Code::InvalidSetting,
+            "broker.sasl names a mechanism that the server takes: PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512",
+        ),
+        Kind::SSL => new(
+            Code::InvalidSetting,
+            "broker.tls.ca names the root certificate of the server",
+        ),
+        Kind::UnsupportedVersion | Kind::UnsupportedFeature => new(
+            Code::Unsupported,
+            "the cluster refuses the version of this client: Kafka 2.3 and newer are supported",
+        ),
+        Kind::InvalidReplicationFactor => new(
+            Code::InvalidSetting,
+            "the cluster has fewer brokers than copies: declare fewer copies, or start more brokers",
+        ),
+        Kind::PolicyViolation => new(
+            Code::InvalidSetting,
+            "a policy of the cluster forbids it: create the topic there, or declare what the policy allows",
+        ),
+        Kind::UnknownTopicOrPartition | Kind::UnknownTopic | Kind::UnknownPartition => new(
+            Code::Unavailable,
+            "the topic was removed from the server; open the bus again to create it",
+        ),
+        Kind::NotEnoughReplicas | Kind::NotEnoughReplicasAfterAppend => new(
+            Code::Unavailable,
+            "fewer copies are in sync than min.insync.replicas asks for",
+        ),
+        _ => Error::new(Code::Unavailable, text),
+    }
+}
+
+/// Whether an error of a send says that nothing was stored. Otherwise the record may be in the topic, or may
+/// come later.
+pub(crate) fn is_refusal(kind: Option<Kind>) -> bool {
+    matches!(
+        kind,
+        Some(
+            Kind::MessageSizeTooLarge
+                | Kind::InvalidMessageSize
+                | Kind::InvalidRecord
+                | Kind::TopicAuthorizationFailed
+                | Kind::ClusterAuthorizationFailed
+                | Kind::SaslAuthenticationFailed
+                | Kind::QueueFull
+                | Kind::UnknownTopic
+                | Kind::UnknownTopicOrPartition
+                | Kind::UnknownPartition
+                | Kind::InvalidTopic
+                | Kind::PolicyViolation
+                | Kind::UnsupportedVersion
+        )
+    )
+}
+
+/// Whether the same question may be answered in a moment: the cluster elects a leader, or has not told all its
+/// brokers of a new topic.
+pub(crate) fn is_passing(error: &KafkaError) -> bool {
+    matches!(
+        kind(error),
+        Some(
+            Kind::NotLeaderForPartition
+                | Kind::LeaderNotAvailable
+                | Kind::ReplicaNotAvailable
+                | Kind::CoordinatorNotAvailable
+                | Kind::NotCoordinator
+                | Kind::CoordinatorLoadInProgress
+                | Kind::BrokerTransportFailure
+                | Kind::PreferredLeaderNotAvailable
+                | Kind::FencedLeaderEpoch
+                | Kind::UnknownLeaderEpoch
+        )
+    )
+}

@@ -1,0 +1,182 @@
+//! Settling: the verdict of each delivery, in an order that loses nothing.
+//!
+//! Follow-ups first, then the dead letter and its notice, then the progress of the group. A settlement is
+//! answered when the commit that has it is. After a commit without an answer the same settlement may be repeated:
+//! it then waits for the next commit.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use everbus_core::{
+    Code, Error, Event, Failure, Lease, Result, Settlement, Verdict, dead_letter_notice,
+};
+use everbus_dialects::Dialect;
+
+use crate::board::{Change, Held};
+use crate::broker::{Shared, lost};
+use crate::member::Member;
+use crate::topics::{DEAD_ROOM, declare_dead};
+use crate::wire;
+
+/// The failures of a dead letter take at most this much.
+const FAILURES: usize = DEAD_ROOM / 2;
+
+/// A settlement that was applied and whose commit is awaited. If that wait ends early, the settlement may be
+/// repeated.
+struct Awaited<'a> {
+    member: &'a Member,
+    token: u64,
+    at: (u32, u64),
+    answered: bool,
+}
+
+impl Drop for Awaited<'_> {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.member.board.lock().doubt(self.token, self.at);
+        }
+    }
+}
+
+impl Shared {
+    pub(crate) async fn settle_one(&self, settlement: Settlement) -> Result<()> {
+        let Settlement {
+            lease,
+            verdict,
+            follow_ups,
+            effect,
+            ..
+        } = settlement;
+        if effect.is_some() {
+            let what = "Kafka has no transactions for effects";
+            return Err(Error::new(Code::Unsupported, what)
+                .hint("do the effect in the handler, with the context's idempotency key"));
+        }
+        let [number, token] = lease.words();
+        let member = self.member_numbered(number).ok_or_else(lost)?;
+        let position = lease.position();
+        let doubted = member.board.lock().doubted(token);
+        let at = match doubted {
+            Some(at) => at,
+            None => {
+                let found = member.board.lock().find(
+                    position.shard(),
+                    position.place(),
+                    token,
+                    Instant::now(),
+                );
+                let (id, held) = found.ok_or_else(lost)?;
+                self.append_first(follow_ups).await?;
+                let change = match verdict {
+                    Verdict::Ack | Verdict::Skip { .. } => Change::Finished { dead: false },
+                    Verdict::Retry { after, failure } => Change::Failed { after, failure },
+                    Verdict::Release { after } => Change::Released { after },
+                    Verdict::Dead { failure } => {
+                        let dead = member.group.owner.is_none();
+                        if dead {
+                            self.bury(&member, &held, failure).await?;
+                        }
+                        Change::Finished { dead }
+                    }
+                };
+                let step = member.step();
+                let mut board = member.board.lock();
+                let version = board.settle(id, token, change, Instant::now(), step);
+                (id.0, version.ok_or_else(lost)?)
+            }
+        };
+        let mut awaited = Awaited {
+            member: &member,
+            token,
+            at,
+            answered: false,
+        };
+        member.changed.notify_waiters();
+        let durable = member.durable(at.0, at.1, self.link.timeout).await?;
+        awaited.answered = true;
+        match durable {
+            true => Ok(()),
+            false => Err(lost()),
+        }
+    }
+
+    /// Appends the events of a verdict before the verdict.
+    async fn append_first(&self, events: Vec<Event>) -> Result<()> {
+        if events.is_empty() {
+            return Ok(());
+        }
+        let answers = self.append(events).await?;
+        answers.into_iter().try_for_each(|answer| answer.map(drop))
+    }
+
+    /// Stores the dead letter, then tells of it.
+    async fn bury(
+        &self,
+        member: &Arc<Member>,
+        held: &Held,
+        failure: Option<Failure>,
+    ) -> Result<()> {
+        let (event, position) = (&held.record.event, held.record.position);
+        // The event is given up because of recorded failures: this delivery was no attempt.
+        let was_none = failure.is_none() && !held.failures.is_empty();
+        let attempts = held.attempt.saturating_sub(u32::from(was_none));
+        let mut failures = held.failures.clone();
+        failures.extend(failure);
+        let now = self.options.clock.now();
+        let died_at = failures.last().map_or(now, |last| last.at);
+        let name = &member.group.name;
+        let mut written = wire::write(event, Dialect::Native, held.record.received_at)?;
+        // The letters of a group and event are in order, and a repetition has the same key.
+        written.key = Some(format!("{name} {position}"));
+        written.headers.extend([
+            ("everbus-group", name.as_str().to_owned()),
+            ("everbus-position", position.to_string()),
+            ("everbus-attempts", attempts.to_string()),
+            ("everbus-died-at", died_at.to_string()),
+            ("everbus-failures", failures_text(&failures, FAILURES)),
+        ]);
+        let topic = self.space.dead(&held.topic.short);
+        declare_dead(self, &topic, held.topic.max_bytes).await?;
+        let stored = self.store(&topic, &written).await;
+        stored.map_err(|error| {
+            let what = format!("the dead letter cannot be stored: {}", error.message());
+            error.with_message(what)
+        })?;
+        let last = failures.last();
+        let notice = dead_letter_notice(&held.record, name, attempts, last, died_at);
+        self.append_first(notice.into_iter().collect()).await
+    }
+
+    pub(crate) fn extend_one(&self, lease: &Lease, by: Duration) -> Result<()> {
+        let [number, token] = lease.words();
+        let member = self.member_numbered(number).ok_or_else(lost)?;
+        let (position, now) = (lease.position(), Instant::now());
+        let mut board = member.board.lock();
+        let found = board.find(position.shard(), position.place(), token, now);
+        let (id, _) = found.ok_or_else(lost)?;
+        board.extend(id, by, now);
+        Ok(())
+    }
+}
+
+/// The failures as JSON, the newest ones if not all of them fit.
+fn failures_text(failures: &[Failure], room: usize) -> String {
+    let mut kept: Vec<Failure> = failures.to_vec();
+    loop {
+        let text = serde_json::to_string(&kept).unwrap_or_default();
+        if text.len() <= room || kept.is_empty() {
+            return text;
+        }
+        if kept.len() > 1 {
+            kept.remove(0);
+            continue;
+        }
+        let last = &mut kept[0];
+        if last.backtrace.take().is_none() {
+            last.error = last.error.chars().take(1000).collect();
+            if last.error.chars().count() < 1000 {
+                return "[]".to_owned();
+            }
+        }
+    }
+}

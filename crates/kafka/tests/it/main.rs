@@ -1,0 +1,16 @@
+//! Tests of the Kafka engine against real servers.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a surprise here is a failed test"
+)]
+
+mod bad_input;
+mod beside;
+mod conformance;
+mod faults;
+mod publishing;
+mod rebalance;
+mod server;
+mod work;
