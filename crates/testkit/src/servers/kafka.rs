@@ -83,6 +83,11 @@ pub struct Kafka {
 }
 
 impl Kafka {
+    /// Whether the tests with Kafka are to run (`EVERBUS_KAFKA=1`).
+    pub fn is_asked_for() -> bool {
+        std::env::var("EVERBUS_KAFKA").is_ok_and(|set| set == "1")
+    }
+
     /// Starts a server with these options.
     pub fn start(options: &KafkaOptions) -> Option<Self> {
         let (home, java) = found()?;
@@ -362,7 +367,7 @@ impl KafkaCluster {
 /// Where the server is, and Java; or `None` (said aloud) if one of them cannot be had. The engine is not finished, so
 /// its tests run only when asked for.
 fn found() -> Option<(PathBuf, PathBuf)> {
-    if std::env::var("EVERBUS_KAFKA").is_ok_and(|set| set == "1") {
+    if Kafka::is_asked_for() {
         return require(NAME, HOW, find());
     }
     static SAID: Once = Once::new();
