@@ -94,6 +94,14 @@ pub trait Broker: Send + Sync + 'static {
     /// The state of every group.
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>>;
 
+    /// Whether the server answers: [`Code::Unavailable`](crate::Code::Unavailable) if it does not. It may take as
+    /// long as any other call.
+    ///
+    /// The default says yes: for an engine without a server.
+    fn ping(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(std::future::ready(Ok(())))
+    }
+
     /// Stops the engine after the running calls; later calls fail. Closing twice is harmless.
     fn close(&self) -> BoxFuture<'_, Result<()>>;
 }
@@ -427,6 +435,9 @@ pub struct Capabilities {
     pub deduplication: Deduplication,
     /// The order in which a group gets its events.
     pub order: OrderScope,
+    /// The server removes events by their age, also those that a group has not got. The lag of such a stream
+    /// says how old its events get ([`StreamLag::max_age`](crate::StreamLag::max_age)).
+    pub drops_by_age: bool,
     /// The engine in whose transactions an [`Effect`] runs, if it runs any.
     pub transaction: Option<&'static str>,
 }
@@ -454,6 +465,7 @@ impl Capabilities {
             exact_attempts: false,
             deduplication: Deduplication::None,
             order: OrderScope::Key,
+            drops_by_age: false,
             transaction: None,
         }
     }
@@ -496,5 +508,6 @@ setters! {
     exact_attempts: bool,
     deduplication: Deduplication,
     order: OrderScope,
+    drops_by_age: bool,
     transaction: Option<&'static str>,
 }

@@ -292,6 +292,16 @@ pub(crate) fn as_millis<S: serde::Serializer>(
     serializer.serialize_u64(u64::try_from(d.as_millis()).unwrap_or(u64::MAX))
 }
 
+pub(crate) fn as_millis_if_any<S: serde::Serializer>(
+    d: &Option<Duration>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    match d {
+        Some(d) => as_millis(d, serializer),
+        None => serializer.serialize_none(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -24,6 +24,10 @@ pub struct Lag {
     pub unhandled: u64,
     /// Open dead letters.
     pub dead_letters: u64,
+    /// Events that the server removed by their age before the group got them, as far as it can be seen now: zero
+    /// again once the group has moved past them. Events that the group does not want may be among them.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub dropped: u64,
     /// When the oldest event that is not settled was received.
     pub oldest: Option<Timestamp>,
 }
@@ -57,6 +61,7 @@ impl Lag {
         self.waiting += other.waiting;
         self.unhandled += other.unhandled;
         self.dead_letters += other.dead_letters;
+        self.dropped += other.dropped;
         if let Some(oldest) = other.oldest {
             self.note_oldest(oldest);
         }
@@ -83,6 +88,13 @@ pub struct StreamLag {
     /// How long the oldest unsettled event has been waiting; zero if there is none.
     #[serde(rename = "behind_ms", serialize_with = "crate::group::as_millis")]
     pub behind_for: Duration,
+    /// The age at which the server removes events, also those that the group has not got.
+    #[serde(
+        rename = "max_age_ms",
+        serialize_with = "crate::group::as_millis_if_any",
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub max_age: Option<Duration>,
 }
 
 impl StreamLag {
@@ -92,8 +104,27 @@ impl StreamLag {
             behind_for: lag.behind_for(now),
             stream,
             lag,
+            max_age: None,
         }
     }
+
+    /// Sets [`max_age`](Self::max_age).
+    #[must_use]
+    pub fn with_max_age(mut self, age: Option<Duration>) -> Self {
+        self.max_age = age;
+        self
+    }
+
+    /// How much of the age at which events are removed the oldest unsettled event has reached: 1 is all of it.
+    /// `None` if no event is removed by its age.
+    pub fn age_used(&self) -> Option<f64> {
+        let age = self.max_age.filter(|age| !age.is_zero())?;
+        Some(self.behind_for.as_secs_f64() / age.as_secs_f64())
+    }
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 impl GroupInfo {
@@ -105,6 +136,7 @@ impl GroupInfo {
             waiting: self.waiting,
             unhandled: self.unhandled,
             dead_letters: self.dead_letters,
+            dropped: self.streams.iter().map(|of| of.lag.dropped).sum(),
             oldest: self.oldest,
         }
     }

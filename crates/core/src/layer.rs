@@ -95,6 +95,11 @@ pub trait BrokerLayer: Send + Sync + 'static {
         self.inner().inspect()
     }
 
+    /// As [`Broker::ping`].
+    fn ping(&self) -> BoxFuture<'_, Result<()>> {
+        self.inner().ping()
+    }
+
     /// As [`Broker::close`].
     fn close(&self) -> BoxFuture<'_, Result<()>> {
         self.inner().close()
@@ -144,6 +149,10 @@ impl<L: BrokerLayer> Broker for L {
 
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
         BrokerLayer::inspect(self)
+    }
+
+    fn ping(&self) -> BoxFuture<'_, Result<()>> {
+        BrokerLayer::ping(self)
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

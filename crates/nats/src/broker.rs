@@ -263,7 +263,7 @@ impl Shared {
     }
 
     /// Dead-letters an event that no process has a handler for.
-    pub(crate) async fn nobody_handles(&self, group: &Arc<Group>, item: Item, consumer: u64) {
+    pub(crate) async fn no_handler(&self, group: &Arc<Group>, item: Item, consumer: u64) {
         let reply = item.reply.clone();
         let delivery = self.deliver(group, item, consumer);
         let now = self.options.clock.now();
@@ -355,6 +355,7 @@ impl Broker for Nats {
             .atomic_batch(atomic)
             .deduplication(Deduplication::Window(window))
             .order(order)
+            .drops_by_age(table.is_some_and(|table| table.drops_by_age()))
     }
 
     fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, Result<()>> {
@@ -437,6 +438,13 @@ impl Broker for Nats {
         Box::pin(async move {
             let _running = self.shared.link.enter()?;
             self.shared.inspect().await
+        })
+    }
+
+    fn ping(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let _running = self.shared.link.enter()?;
+            self.shared.link.answers().await
         })
     }
 

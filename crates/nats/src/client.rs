@@ -236,6 +236,14 @@ impl Link {
         }
     }
 
+    /// Asks the server for an answer.
+    pub(crate) async fn answers(&self) -> Result<()> {
+        match self.is_connected() {
+            true => self.ask("$JS.API.INFO", None, Bytes::new()).await.map(drop),
+            false => Err(self.away("there is no connection")),
+        }
+    }
+
     fn away(&self, what: &str) -> Error {
         let text = format!("{}: {what}", self.servers);
         Error::new(Code::Unavailable, text)

@@ -2,7 +2,8 @@
 //!
 //! The server counts by stream and not by type, and does not tell an event that waits from one in flight:
 //! `waiting` has the events that this process gave back, and those of other processes count as in flight.
-//! `behind` is exact unless a pattern cannot be a filter; then it is an upper bound.
+//! `behind` is exact unless a pattern cannot be a filter; then it is an upper bound. `dropped` counts sequences
+//! between the last delivery and the first event that is left: what the group does not want is among them.
 
 use everbus_core::{Cursor, GroupInfo, GroupName, Lag, Position, Result, StreamLag, Timestamp};
 use futures_util::future::try_join_all;
@@ -58,6 +59,10 @@ impl Shared {
                 .map(|number| self.held.waiting(stream.shard, number))
                 .unwrap_or_default();
             let mut lag = Lag::new();
+            if stream.max_age.is_some() {
+                let next = (state.delivered.stream_seq + 1).max(*start);
+                lag.dropped = self.first_in(&stream).await?.saturating_sub(next);
+            }
             lag.behind = state.num_pending;
             lag.waiting = waiting.min(state.num_ack_pending);
             lag.unhandled = unhandled.min(lag.waiting);
@@ -75,7 +80,8 @@ impl Shared {
             info.oldest = [info.oldest, lag.oldest].into_iter().flatten().min();
             if lag != Lag::default() {
                 let name = stream.short.as_str().into();
-                info.streams.push(StreamLag::new(name, lag, now));
+                let lag = StreamLag::new(name, lag, now).with_max_age(stream.max_age);
+                info.streams.push(lag);
             }
         }
         info.position = position;
@@ -109,6 +115,12 @@ impl Shared {
         };
         let read = wire::read(around, Some(&stored.headers), &stored.payload);
         Ok(Some(read.received_at))
+    }
+
+    /// The sequence of the first event that the stream still has, or will have.
+    async fn first_in(&self, stream: &StreamHandle) -> Result<u64> {
+        let info = self.link.stream(&stream.name).await?;
+        Ok(info.map_or(0, |info| info.state.first_seq))
     }
 
     async fn count_dead(&self, stream: &str, group: &str) -> Result<u64> {

@@ -479,7 +479,7 @@ impl Reader {
                 foreign: item.foreign.clone(),
                 ..*item
             };
-            shared.nobody_handles(&self.group, item, self.number).await;
+            shared.no_handler(&self.group, item, self.number).await;
             return;
         }
         // The server's count is older than this process: a restart does not make the delays short again.

@@ -109,6 +109,8 @@ pub(crate) struct StreamHandle {
     pub(crate) atomic: bool,
     pub(crate) durability: Durability,
     pub(crate) window: Duration,
+    /// The age at which the server removes events.
+    pub(crate) max_age: Option<Duration>,
 }
 
 impl StreamHandle {
@@ -187,6 +189,11 @@ impl Table {
     pub(crate) fn window(&self) -> Duration {
         let all = self.streams.iter().map(|stream| stream.window);
         all.min().unwrap_or_default()
+    }
+
+    /// Whether the server removes events of any of its streams by their age.
+    pub(crate) fn drops_by_age(&self) -> bool {
+        self.streams.iter().any(|stream| stream.max_age.is_some())
     }
 
     /// Whether a batch is stored as a whole, whatever types it has.
@@ -584,6 +591,10 @@ fn handle(
         atomic: config["allow_atomic"].as_bool() == Some(true),
         durability,
         window: Duration::from_nanos(config["duplicate_window"].as_u64().unwrap_or(0)),
+        max_age: config["max_age"]
+            .as_u64()
+            .filter(|age| *age > 0)
+            .map(Duration::from_nanos),
     })
 }
 

@@ -133,7 +133,7 @@ impl Postgres {
         let times = vec![self.micros(); events.len()];
         let inserted = match insert_as(&*conn, &events, &types, &times, ALL_NEW).await {
             Ok(inserted) => inserted,
-            // Somebody else stored an id at the same moment.
+            // Another transaction stored one of the ids at the same moment.
             Err(error) if error.code() == Code::Busy => return Ok(None),
             // Without an answer it is unknown whether it was committed.
             Err(error) if error.code() == Code::Unavailable => {

@@ -13,6 +13,7 @@ use crate::Postgres;
 use crate::consumer::PgConsumer;
 use crate::effect::ENGINE;
 use crate::groups;
+use crate::pool::Sql as _;
 
 /// The broker is shared with its consumers through an `Arc`.
 pub(crate) struct PgBroker(pub(crate) Arc<Postgres>);
@@ -63,6 +64,15 @@ impl Broker for PgBroker {
 
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>> {
         Box::pin(self.0.inspect_groups())
+    }
+
+    fn ping(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            let db = self.0.conn().await?;
+            db.query("asking the server for an answer", "SELECT 1", &[])
+                .await
+                .map(drop)
+        })
     }
 
     fn close(&self) -> BoxFuture<'_, Result<()>> {

@@ -140,7 +140,7 @@ pub(crate) struct Kept {
     statements: Option<Mutex<HashMap<Box<str>, Statement>>>,
     /// An answer did not come, so that the next answer might be that one.
     broken: AtomicBool,
-    /// Somebody else's statements ran on it, which may have left settings, roles or locks.
+    /// Statements of a handler ran on it, which may have left settings, roles or locks.
     lent_out: AtomicBool,
 }
 
@@ -482,7 +482,7 @@ impl Drop for Pooled {
                 self.idle.lock().push(conn);
                 return;
             }
-            // Through a pooler the session belongs to nobody. Without a runtime it is closed.
+            // Through a pooler the session belongs to the pooler. Without a runtime it is closed.
             let pooled = conn.kept.statements.is_none();
             let Ok(runtime) = tokio::runtime::Handle::try_current() else {
                 return;

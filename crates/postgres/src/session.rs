@@ -195,7 +195,7 @@ async fn run(
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
-        // Whoever waits looks for itself, at the pace of the poll, while there are no notifications.
+        // Without notifications, consumers and relays look at the pace of the poll.
         if let Some(engine) = engine.upgrade() {
             engine.bell.ring_here();
         }

@@ -1,25 +1,22 @@
-//! The `Broker` operations of a broker with a store beside it.
+//! The `Broker` operations of a broker with a store beside it; verdicts are in `settle`.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use everbus_core::dead_letters::MAX_PAGE;
 use everbus_core::{
-    ARCHIVE, Background, BoxFuture, Broker, BrokerLayer, Burial, Capabilities, Clock, Code,
-    ConsumeOptions, Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, Event, EventKey,
-    Failure, GroupInfo, GroupName, GroupSpec, Lease, Result, Settlement, Store, Streams,
-    SubscriptionInfo, Timestamp, Verdict, dead_letter_notice,
+    ARCHIVE, Background, BoxFuture, Broker, BrokerLayer, Capabilities, Clock, Code, ConsumeOptions,
+    Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, EventKey, GroupInfo, GroupName,
+    GroupSpec, Lease, Result, Settlement, Store, Streams, SubscriptionInfo, Timestamp,
 };
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
 use super::archive;
 use super::consumer::ConsumerBeside;
-use super::dead_letters::original_of;
 use super::waiting::Waiting;
-use crate::guard;
 
 /// What the broker and its consumers share.
 pub(super) struct Shared {
@@ -35,20 +32,20 @@ pub(super) struct Shared {
 
 /// A delivery that a consumer holds.
 #[derive(Clone)]
-struct Held {
-    group: GroupName,
-    delivery: Delivery,
-    waiting: Arc<Waiting>,
+pub(super) struct Held {
+    pub(super) group: GroupName,
+    pub(super) delivery: Delivery,
+    pub(super) waiting: Arc<Waiting>,
     /// The lease duration of the consumer.
-    lease: Duration,
+    pub(super) lease: Duration,
     /// When the lease ends, as far as this process knows.
     until: Timestamp,
     /// The events of the verdict are in the broker: repeating the verdict does not append them again.
-    appended: Arc<AtomicBool>,
+    pub(super) appended: Arc<AtomicBool>,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Lease, Held>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<Lease, Held>> {
         self.held.lock()
     }
 
@@ -100,7 +97,7 @@ impl Shared {
 
     /// The delivery of a lease. A verdict after the end of its lease is refused here: a broker without fencing
     /// tokens would apply it to another delivery of the event, and with them the store would have it already.
-    fn held(&self, lease: &Lease) -> Option<Held> {
+    pub(super) fn held(&self, lease: &Lease) -> Option<Held> {
         let held = self.lock().get(lease).cloned()?;
         let is_over = held.until < self.clock.now();
         (!is_over).then_some(held)
@@ -108,20 +105,12 @@ impl Shared {
 }
 
 pub(super) struct Beside {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     /// The engine that the store belongs to: closed with the broker.
     store_broker: Arc<dyn Broker>,
-    letters: Arc<dyn DeadLetters>,
+    pub(super) letters: Arc<dyn DeadLetters>,
     /// Ephemeral groups: the store keeps nothing for them, so they have no dead letters.
     ephemeral: Mutex<HashSet<GroupName>>,
-}
-
-/// What to tell the broker after the store is written.
-enum Next {
-    /// This verdict.
-    Tell(Verdict),
-    /// Nothing: the event waits in this process until it is due.
-    Wait(Duration, Box<Delivery>),
 }
 
 impl Beside {
@@ -154,219 +143,8 @@ impl Beside {
         }
     }
 
-    fn ephemeral(&self) -> MutexGuard<'_, HashSet<GroupName>> {
+    pub(super) fn ephemeral(&self) -> MutexGuard<'_, HashSet<GroupName>> {
         self.ephemeral.lock()
-    }
-
-    /// Appends the events of a verdict before the verdict. A repetition uses the same ids, so the broker or
-    /// the inboxes of the groups recognise duplicates.
-    async fn append_first(&self, events: Vec<Event>) -> Result<()> {
-        if events.is_empty() {
-            return Ok(());
-        }
-        let answers = self.shared.broker.append(events).await?;
-        answers.into_iter().try_for_each(|answer| match answer {
-            // An earlier run appended it, perhaps with another time in its body. The first one counts.
-            Err(error) if error.code() == Code::IdReused => {
-                guard::log(|| {
-                    tracing::warn!(target: "everbus::beside", %error, "an event that belongs to an outcome is there already with another body");
-                });
-                Ok(())
-            }
-            answer => answer.map(drop),
-        })
-    }
-
-    /// Makes everything durable that must be durable before the broker gets the verdict.
-    async fn prepare(&self, held: &Held, settlement: Settlement) -> Result<Next> {
-        let Settlement {
-            verdict,
-            follow_ups,
-            inbox,
-            effect,
-            ..
-        } = settlement;
-        if effect.is_some() {
-            return Err(Error::new(
-                Code::Unsupported,
-                "this broker has no transactions for effects",
-            )
-            .hint("do the effect in the handler, with the context's idempotency key"));
-        }
-        if !held.appended.load(Ordering::Acquire) {
-            self.append_first(follow_ups).await?;
-            held.appended.store(true, Ordering::Release);
-        }
-        let store = &self.shared.store;
-        let (group, record) = (held.group.clone(), held.delivery.record.clone());
-        match verdict {
-            Verdict::Ack => {
-                // The earlier failures must not count if the event is ever delivered again.
-                if inbox || !held.delivery.failures.is_empty() {
-                    let original = original_of(&*self.letters, &record, &held.group).await?;
-                    let both = match original.event.id() == record.event.id() {
-                        true => vec![record],
-                        // The broker may deliver the original once more.
-                        false => vec![record, original],
-                    };
-                    store.record_handled(group, both).await?;
-                }
-                Ok(Next::Tell(Verdict::Ack))
-            }
-            Verdict::Skip { reason } => {
-                store.record_skip(group, record, reason).await?;
-                Ok(Next::Tell(Verdict::Ack))
-            }
-            Verdict::Retry { after, failure } => {
-                store.record_failure(group, record, failure.clone()).await?;
-                let mut again = held.delivery.clone();
-                again.attempt += 1;
-                again.failures.push(failure.clone());
-                let verdict = Verdict::Retry { after, failure };
-                Ok(self.later(after, again, verdict))
-            }
-            Verdict::Dead { failure } if self.ephemeral().contains(&group) => {
-                Ok(Next::Tell(Verdict::Dead { failure }))
-            }
-            Verdict::Dead { failure } => {
-                self.bury(held, failure).await?;
-                Ok(Next::Tell(Verdict::Ack))
-            }
-            Verdict::Release { after } => {
-                let again = held.delivery.clone();
-                Ok(self.later(after, again, Verdict::Release { after }))
-            }
-        }
-    }
-
-    /// Whether the broker supports a delay of this length.
-    fn can_delay(&self, after: Duration) -> bool {
-        self.shared.offers.native_delay || after.is_zero()
-    }
-
-    /// Leaves the wait to the broker if it supports delays, and to this process otherwise.
-    fn later(&self, after: Duration, again: Delivery, verdict: Verdict) -> Next {
-        if self.can_delay(after) {
-            Next::Tell(verdict)
-        } else {
-            Next::Wait(after, Box::new(again))
-        }
-    }
-
-    /// Puts the dead letter into the store, then publishes its event. Repeating both is harmless.
-    async fn bury(&self, held: &Held, failure: Option<Failure>) -> Result<()> {
-        let Held {
-            group, delivery, ..
-        } = held;
-        let mut failures = delivery.failures.clone();
-        // The event is given up because of recorded failures: this delivery was no attempt.
-        let was_none = failure.is_none() && !failures.is_empty();
-        let attempts = delivery.attempt.saturating_sub(u32::from(was_none));
-        failures.extend(failure);
-        let died_at = failures
-            .last()
-            .map_or_else(|| self.shared.clock.now(), |f| f.at);
-        // A copy that was sent back from the dead letters dies under the id of its original.
-        let record = original_of(&*self.letters, &delivery.record, group).await?;
-        let mut letter = Burial::new(record.clone(), group.clone(), attempts, failures, died_at);
-        if record.event.id() != delivery.record.event.id() {
-            letter = letter.of_sent_back();
-        }
-        self.shared.store.bury(letter).await?;
-        // The store has added up the attempts of all earlier deaths.
-        let known = self.letters.get(record.event.id()).await?;
-        let tenant = record.event.tenant();
-        let letter = known
-            .iter()
-            .find(|l| l.group == *group && l.record.event.tenant() == tenant)
-            .ok_or_else(|| Error::new(Code::Internal, "a dead letter was put and is not there"))?;
-        let last = letter.failures.last();
-        let notice = dead_letter_notice(&record, group, letter.attempts, last, died_at);
-        self.append_first(notice.into_iter().collect()).await
-    }
-
-    /// Keeps an event in this process until it is due. Its lease is extended past the wait at once, so that
-    /// it does not depend on the next extension. If the broker does not answer, the consumer's keeper
-    /// extends the lease in time.
-    async fn wait(&self, held: &Held, after: Duration, again: Delivery) -> Result<()> {
-        let lease = again.lease.clone();
-        let by = after.saturating_add(held.lease);
-        let extended = self.shared.broker.extend(vec![lease.clone()], by).await;
-        self.shared.lock().remove(&lease);
-        if let Ok(answers) = extended
-            && let Some(Err(lost)) = answers.into_iter().next()
-            && lost.code() == Code::LeaseLost
-        {
-            return Err(lost);
-        }
-        let due = self.shared.clock.now().plus(after);
-        if held.waiting.add(due, again) {
-            return Ok(());
-        }
-        // The consumer has closed, so the event would never be handed out here: the broker may deliver it
-        // early to another consumer.
-        let after = Duration::ZERO;
-        let release = Settlement::new(lease, Verdict::Release { after });
-        let answers = self.shared.broker.settle(vec![release]).await?;
-        answers.into_iter().next().unwrap_or(Ok(()))
-    }
-
-    async fn settle_all(&self, settlements: Vec<Settlement>) -> Result<Vec<Result<()>>> {
-        let mut answers: Vec<Result<()>> = Vec::with_capacity(settlements.len());
-        let mut told = Vec::new();
-        let mut tell = Vec::new();
-        for (index, settlement) in settlements.into_iter().enumerate() {
-            let lease = settlement.lease.clone();
-            let held = self.shared.held(&lease);
-            let next = match &held {
-                Some(held) => self.prepare(held, settlement).await,
-                // Settled already, or never handed out here. The broker must not get a verdict that the
-                // store does not have.
-                None => Err(Error::new(
-                    Code::LeaseLost,
-                    format!("the lease on event {} had ended", lease.position()),
-                )),
-            };
-            answers.push(match (next, held) {
-                (Ok(Next::Tell(verdict)), _) => {
-                    told.push(index);
-                    tell.push(Settlement::new(lease, verdict));
-                    Ok(())
-                }
-                (Ok(Next::Wait(after, delivery)), Some(held)) => {
-                    self.wait(&held, after, *delivery).await
-                }
-                (Ok(Next::Wait(..)), None) => Ok(()),
-                (Err(error), _) => Err(error),
-            });
-        }
-        if tell.is_empty() {
-            return Ok(answers);
-        }
-        let leases: Vec<Lease> = tell.iter().map(|s| s.lease.clone()).collect();
-        let from_broker = match self.shared.broker.settle(tell).await {
-            Ok(from_broker) => from_broker,
-            Err(error) if told.len() == answers.len() => return Err(error),
-            Err(error) => {
-                // The other events wait in this process already: they must not be settled again.
-                for index in told {
-                    answers[index] = Err(error.clone());
-                }
-                return Ok(answers);
-            }
-        };
-        let mut held = self.shared.lock();
-        for ((index, lease), answer) in told.into_iter().zip(leases).zip(from_broker) {
-            let over = match &answer {
-                Ok(()) => true,
-                Err(error) => error.code() == Code::LeaseLost,
-            };
-            if over {
-                held.remove(&lease);
-            }
-            answers[index] = answer;
-        }
-        Ok(answers)
     }
 }
 
@@ -381,6 +159,8 @@ impl BrokerLayer for Beside {
         let offers = self.shared.offers.clone();
         let mut offers = offers.atomic_dead_letter(false);
         offers.transaction = None;
+        // Known once the streams are declared.
+        offers.drops_by_age = self.shared.broker.capabilities().drops_by_age;
         // A dead letter is kept by the store alone.
         offers.durability = offers
             .durability
@@ -480,6 +260,13 @@ impl BrokerLayer for Beside {
                 }
             }
             Ok(groups)
+        })
+    }
+
+    fn ping(&self) -> BoxFuture<'_, Result<()>> {
+        Box::pin(async move {
+            self.shared.broker.ping().await?;
+            self.store_broker.ping().await
         })
     }
 

@@ -6,10 +6,10 @@
 //! | the broker lacks | what happens instead | where |
 //! |---|---|---|
 //! | a delay | the event waits in this process under a lease that is extended | `waiting` |
-//! | an inbox in the ack | the store is asked before the handler and told before the ack | `broker` |
-//! | failure texts | kept in the store, joined at the next attempt | `broker`, `consumer` |
-//! | dead letter with the ack | the dead letter is put into the store first, then the event is acked | `broker` |
-//! | follow-ups with the ack | appended first, with the ids that a repetition chooses again | `broker` |
+//! | an inbox in the ack | the store is asked before the handler and told before the ack | `settle` |
+//! | failure texts | kept in the store, joined at the next attempt | `settle`, `consumer` |
+//! | dead letter with the ack | the dead letter is put into the store first, then the event is acked | `settle` |
+//! | follow-ups with the ack | appended first, with the ids that a repetition chooses again | `settle` |
 //! | redelivery | an event addressed to the group | `dead_letters`, [`crate::replay`] |
 //! | payload stages | kept in the store, where a stage may come before its event | `payloads` |
 //! | values by key | kept in the store | |
@@ -23,6 +23,7 @@ mod broker;
 mod consumer;
 mod dead_letters;
 mod payloads;
+mod settle;
 mod waiting;
 
 use std::sync::Arc;

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use everbus_core::{Clock, Code, Error, Event, GroupName, Result};
 use parking_lot::Mutex;
@@ -12,14 +11,13 @@ use tokio::sync::Notify;
 use crate::breaker::{Breaker, BreakerInfo, BreakerPolicy, Change, Criticality};
 use crate::guard;
 use crate::handler::Registered;
+use crate::runtime::alert;
 use crate::runtime::bus::Shared;
 
 /// Published when a breaker opens.
 pub(crate) const OPENED: &str = "system.circuit_opened";
 /// Published when it closes again.
 pub(crate) const CLOSED: &str = "system.circuit_closed";
-/// How often the bus tries to publish an alert.
-const TRIES: u32 = 5;
 
 /// The owner of a breaker.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -225,30 +223,6 @@ impl Shared {
         if !alerts(criticality) {
             return;
         }
-        match built.build() {
-            Ok(event) => drop(tokio::spawn(alert(self.clone(), event))),
-            Err(error) => {
-                guard::log(|| tracing::error!(target: "everbus::breaker", %error, "no alert"));
-            }
-        }
-    }
-}
-
-/// Publishes an alert; tries again while the engine is busy.
-async fn alert(shared: Arc<Shared>, event: Event) {
-    let mut pause = Duration::from_millis(20);
-    for attempt in 1..=TRIES {
-        let Err(error) = shared.append_one(event.clone()).await else {
-            return;
-        };
-        let last = attempt == TRIES || !error.class().may_repeat();
-        guard::log(|| {
-            tracing::warn!(target: "everbus::breaker", %error, last, "an alert could not be published");
-        });
-        if last {
-            return;
-        }
-        tokio::time::sleep(pause).await;
-        pause *= 4;
+        alert::publish(self, built);
     }
 }

@@ -1,4 +1,4 @@
-//! The lag of groups: read on request, and reported to the metrics recorder from time to time.
+//! The lag of groups: read on request, and reported from time to time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,6 +8,7 @@ use tokio::time::Instant;
 
 use crate::guard;
 use crate::runtime::bus::Shared;
+use crate::runtime::drops;
 
 /// How often the gauges are updated.
 const EVERY: Duration = Duration::from_secs(15);
@@ -16,12 +17,13 @@ const EVERY: Duration = Duration::from_secs(15);
 const PAUSE_PER_COST: u32 = 100;
 
 /// The state of every group, with its lag in each stream; updates the gauges.
-pub(crate) async fn look(shared: &Shared) -> Result<Vec<GroupInfo>> {
+pub(crate) async fn look(shared: &Arc<Shared>) -> Result<Vec<GroupInfo>> {
     let groups = shared.engine.broker.inspect().await?;
     let (streams, now) = (&shared.options.streams, shared.options.clock.now());
     let groups = groups.into_iter();
     let groups: Vec<GroupInfo> = groups.map(|info| info.with_streams(streams, now)).collect();
     guard::log(|| shared.stats.lag(&groups, streams, now));
+    drops::report(shared, &groups);
     Ok(groups)
 }
 

@@ -5,9 +5,11 @@
 //! - `dispatch`: fetches deliveries of a group, hands them to workers, extends leases, settles outcomes.
 //! - `pipeline`: takes one delivery through the layers around its handlers, and judges the outcome.
 
+mod alert;
 pub(crate) mod bus;
 mod circuits;
 mod dispatch;
+mod drops;
 mod lag;
 pub(crate) mod options;
 mod pipeline;

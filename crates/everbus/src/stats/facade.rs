@@ -24,6 +24,8 @@ pub(super) const BREAKER_STATE: &str = "everbus_breaker_state";
 pub(super) const QUEUE_DEPTH: &str = "everbus_queue_depth";
 pub(super) const LAG_EVENTS: &str = "everbus_consumer_lag_events";
 pub(super) const LAG_MILLIS: &str = "everbus_consumer_lag_milliseconds";
+pub(super) const AGE_USED: &str = "everbus_consumer_lag_of_max_age";
+pub(super) const DROPPED: &str = "everbus_events_dropped_total";
 
 /// Describes every series to the recorder.
 pub(super) fn describe() {
@@ -35,6 +37,10 @@ pub(super) fn describe() {
         (SKIPPED, "Events that were not handled, by reason"),
         (DEAD_LETTERED, "Events given up on"),
         (INBOX_HITS, "Events that the inbox knew as handled"),
+        (
+            DROPPED,
+            "Events that the server removed by their age before the group got them",
+        ),
         (
             BREAKER_REJECTIONS,
             "Events that met an open circuit breaker",
@@ -54,6 +60,10 @@ pub(super) fn describe() {
         (BREAKER_STATE, "0 closed, 1 half-open, 2 open"),
         (QUEUE_DEPTH, "Events fetched and not settled yet"),
         (LAG_EVENTS, "Matching events that a group has not settled"),
+        (
+            AGE_USED,
+            "The age of the oldest unsettled event; 1 is the age at which the server removes it",
+        ),
     ];
     for (name, text) in gauges {
         metrics::describe_gauge!(name, Unit::Count, text);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use everbus_core::GroupName;
-use metrics::Gauge;
+use metrics::{Counter, Gauge};
 
 use super::facade::{self, Labels};
 use crate::breaker::BreakerState;
@@ -90,6 +90,35 @@ impl LagGauges {
     pub(super) fn set(&self, events: u64, behind: Duration) {
         self.events.set(events as f64);
         self.millis.set(behind.as_millis() as f64);
+    }
+}
+
+/// How close the server is to removing events that a group has not settled, and how many it has removed.
+pub(super) struct AgeGauges {
+    used: Gauge,
+    dropped: Counter,
+}
+
+impl AgeGauges {
+    pub(super) fn new(group: &GroupName, stream: &str) -> Self {
+        let labels = Labels::stream(stream).and_group(group);
+        Self {
+            used: labels.gauge(facade::AGE_USED),
+            dropped: labels.counter(facade::DROPPED),
+        }
+    }
+
+    /// No gauges: a series shared by several pairs would be meaningless.
+    pub(super) fn none() -> Self {
+        Self {
+            used: Gauge::noop(),
+            dropped: Counter::noop(),
+        }
+    }
+
+    pub(super) fn set(&self, used: f64, dropped: u64) {
+        self.used.set(used);
+        self.dropped.increment(dropped);
     }
 }
 

@@ -25,7 +25,7 @@ use everbus_core::{GroupInfo, GroupName, Lag, Streams, Timestamp};
 use crate::breaker::BreakerInfo;
 use crate::streams;
 use bounded::Bounded;
-use gauges::{LagGauges, Queues};
+use gauges::{AgeGauges, LagGauges, Queues};
 use report::Sums;
 
 pub(crate) use gauges::{BreakerGauge, QueueDepth};
@@ -46,6 +46,7 @@ pub(crate) struct Stats {
     queues: Bounded<GroupName, Queues>,
     breakers: Bounded<Arc<str>, BreakerGauge>,
     lags: Bounded<(GroupName, Arc<str>), LagGauges>,
+    ages: Bounded<(GroupName, Arc<str>), AgeGauges>,
     other_group: GroupName,
 }
 
@@ -65,6 +66,7 @@ impl Stats {
             queues: Bounded::new(series),
             breakers: Bounded::new(series),
             lags: Bounded::new(series),
+            ages: Bounded::new(series),
             // The name is valid, so the fallback is never used.
             other_group: GroupName::new(OTHER).unwrap_or_else(|_| GroupName::unnamed()),
         }
@@ -133,6 +135,18 @@ impl Stats {
             );
             gauges.set(lag.unsettled(), lag.behind_for(now));
         }
+    }
+
+    /// Sets how much of the age at which the server removes events the oldest one has reached, and counts those
+    /// that were removed.
+    pub(crate) fn age_used(&self, group: &GroupName, stream: &Arc<str>, used: f64, dropped: u64) {
+        let label: Arc<str> = streams::label(stream).into();
+        let gauges = self.ages.entry(
+            (group.clone(), label.clone()),
+            || AgeGauges::new(group, &label),
+            AgeGauges::none,
+        );
+        gauges.set(used, dropped);
     }
 
     /// All counts so far. Counts that change meanwhile may be of different moments.

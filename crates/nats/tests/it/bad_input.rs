@@ -1,10 +1,13 @@
 //! What is wrong with a server, an account or an event is said in words, with a hint.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Code, Error, Event};
+use everbus_core::{Code, Delivery, Error, Event, Settlement, SystemClock, Verdict};
 use everbus_nats::Options;
 use everbus_testkit::servers::{Certificates, Nats, NatsOptions};
+
+use crate::streams::{group, options, publish};
 
 async fn refused(url: &str, options: Options) -> Error {
     let opened = everbus_nats::open(url, options).await;
@@ -148,6 +151,50 @@ async fn an_event_over_the_limit_is_refused() {
         1,
         "nothing else was stored"
     );
+}
+
+// conformance: contract/beside-bad-neighbour: of several acks in one batch, only the one whose event cannot be stored is refused
+// needs: nats-server
+#[tokio::test]
+async fn a_follow_up_over_the_limit_fails_its_own_ack_only() {
+    let Some(server) = Nats::start(NatsOptions::default().max_payload(10_000)) else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let broker = everbus_nats::open(&server.url(), Options::default()).await;
+    let file = folder.path().join("store.db");
+    let store = everbus_sqlite::open(&file, everbus_sqlite::Options::default()).unwrap();
+    let engine = everbus::compose(broker.unwrap(), store, Arc::new(SystemClock)).await;
+    let engine = engine.unwrap();
+    engine.broker.declare(group("g", &["a.*"])).await.unwrap();
+    for event_type in ["a.b", "a.c", "a.d"] {
+        publish(&engine, event_type).await;
+    }
+    let consumer = engine.broker.consume("g".parse().unwrap(), options());
+    let mut consumer = consumer.await.unwrap();
+    let mut batch = Vec::new();
+    while batch.len() < 3 {
+        batch.extend(consumer.fetch(3).await.unwrap());
+    }
+    let ack = |(n, delivery): (usize, &Delivery)| {
+        let mut ack = Settlement::new(delivery.lease.clone(), Verdict::Ack);
+        let body = "x".repeat(if n == 1 { 11_000 } else { 10 });
+        let event = Event::builder("other.type").json(&body).build().unwrap();
+        (ack.inbox, ack.follow_ups) = (true, vec![event]);
+        ack
+    };
+    let acks = batch.iter().enumerate().map(ack).collect();
+    let answers = engine.broker.settle(acks).await.unwrap();
+    let codes: Vec<Option<Code>> = answers
+        .iter()
+        .map(|answer| answer.as_ref().err().map(Error::code))
+        .collect();
+    assert_eq!(codes, [None, Some(Code::PayloadTooLarge), None]);
+    let records = batch.into_iter().map(|delivery| delivery.record).collect();
+    let inbox = engine.inbox().unwrap();
+    let handled = inbox.handled("g".parse().unwrap(), records).await.unwrap();
+    assert_eq!(handled, [true, false, true]);
+    engine.broker.close().await.unwrap();
 }
 
 // conformance: contract/nats-tls: tls:// connects to a server whose certificate the named authority signed, and refuses one that it did not

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use everbus::{Bus, BusOptions};
 use everbus_core::{
     Class, Code, Engine, Event, Failure, FailureKind, Result, Settlement, SystemClock, Timestamp,
     Verdict,
@@ -207,6 +208,93 @@ async fn a_server_that_is_away_is_waited_for() {
     server.resume();
     let answers = engine.broker.append(vec![event(3)]).await.unwrap();
     assert!(answers.into_iter().all(|answer| answer.is_ok()));
+}
+
+// conformance: contract/health: while the server is away or stands still, bus.health() says Unavailable, and nothing is wrong again once it is back
+// needs: nats-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_says_that_the_server_is_away() {
+    let Some(server) = Nats::start(NatsOptions::default()) else {
+        return;
+    };
+    let engine = everbus_nats::open(&server.url(), Options::default()).await;
+    let bus = Bus::with_engine(engine.unwrap(), BusOptions::default()).unwrap();
+    let well = async || {
+        let well = async {
+            while bus.health().await.is_err() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let well = tokio::time::timeout(Duration::from_secs(60), well);
+        well.await.expect("it goes on by itself");
+    };
+    bus.health().await.unwrap();
+    server.pause();
+    let error = bus.health().await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "{error:?}");
+    server.resume();
+    well().await;
+    server.kill();
+    let error = bus.health().await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "{error:?}");
+    assert!(error.hint_text().is_some(), "{error:?}");
+    server.restart();
+    well().await;
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: omni/nats-close: a close waits for running publishes, and gives events that no handler has begun to other processes at once
+// needs: nats-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_close_loses_nothing_and_holds_nothing() {
+    let Some(server) = Nats::start(NatsOptions::default()) else {
+        return;
+    };
+    let url = server.url();
+    let engine = everbus_nats::open(&url, Options::default()).await.unwrap();
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    for _ in 0..10 {
+        publish(&engine, "a.b").await;
+    }
+    // Longer than the test waits: what is not given back would not come in time.
+    let long = options().lease(Duration::from_secs(600));
+    let consumer = engine.broker.consume("g".parse().unwrap(), long);
+    let mut consumer = consumer.await.unwrap();
+    let first = consumer.fetch(1).await.unwrap().remove(0);
+    let ack = Settlement::new(first.lease, Verdict::Ack);
+    let acked = engine.broker.settle(vec![ack]).await.unwrap();
+    assert!(acked[0].is_ok(), "{acked:?}");
+    let append = |n: u64| {
+        let broker = engine.broker.clone();
+        async move { broker.append(vec![event(n)]).await }
+    };
+    let running = futures_util::future::join_all((0..20).map(append));
+    let running = tokio::spawn(running);
+    let polled = async {
+        // The publishes have begun when the first of them is stored.
+        let log = engine.log().unwrap();
+        while log.head().await.unwrap().to_string() == "EVERBUS:10" {
+            tokio::task::yield_now().await;
+        }
+    };
+    polled.await;
+    engine.broker.close().await.unwrap();
+    let published = running.await.unwrap();
+    let stored = published.iter().filter(|answer| answer.is_ok()).count();
+    for late in published.into_iter().filter_map(Result::err) {
+        assert_eq!(late.code(), Code::EventBusShutdownError, "{late:?}");
+    }
+    let refused = engine.broker.append(vec![event(99)]).await.unwrap_err();
+    assert_eq!(refused.code(), Code::EventBusShutdownError);
+    drop(consumer);
+    let other = everbus_nats::open(&url, Options::default()).await.unwrap();
+    assert_eq!(handle(&other, "g", 9 + stored).await.len(), 9 + stored);
+    let info = other.broker.inspect().await.unwrap().remove(0);
+    assert_eq!((info.behind, info.in_flight), (0, 0));
+    assert_eq!(
+        info.position.to_string(),
+        format!("EVERBUS:{}", 10 + stored)
+    );
 }
 
 // conformance: contract/nats-dead-letter-repeated: a dead letter whose end is repeated after a lost answer is stored once, with its failures once

@@ -10,6 +10,7 @@ mod bad_input;
 mod beside;
 mod conformance;
 mod dialects;
+mod drops;
 mod faults;
 mod ordered;
 mod server;

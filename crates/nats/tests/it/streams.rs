@@ -106,6 +106,7 @@ pub(crate) async fn handle(engine: &Engine, group: &str, count: usize) -> Vec<St
     types
 }
 
+// conformance: omni/publish-subject: an event of the type message.received is the last message of that subject
 // conformance: omni/nats-streams: the preset makes the six streams of the document with their subjects, ages and file storage, and SYSTEM and the dead letters of thirty days
 // needs: nats-server
 #[tokio::test]

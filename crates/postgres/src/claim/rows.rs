@@ -184,14 +184,14 @@ impl Claim<'_, '_> {
             let (ours, others): (Vec<Ready>, Vec<Ready>) = found
                 .into_iter()
                 .partition(|ready| self.handles(ready.stored.record.event.event_type()));
-            let nobody = others.is_empty();
+            let all_ours = others.is_empty();
             let others = others
                 .iter()
                 .map(|ready| to_sql(ready.stored.seq()))
                 .collect();
             self.set_unhandled(group, others).await?;
             self.lease_rows(group, ours).await?;
-            if all || nobody {
+            if all || all_ours {
                 return Ok(());
             }
         }

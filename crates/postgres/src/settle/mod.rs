@@ -264,8 +264,8 @@ impl Postgres {
     }
 }
 
-/// Gives back events that were claimed and reached no handler: no attempt counts, even if the lease is over
-/// by now and nobody has noticed.
+/// Gives back events that were claimed and reached no handler: no attempt counts, even if the lease has ended
+/// and no consumer has taken the event since.
 pub(crate) async fn give_back(engine: &Postgres, leases: &[Lease]) -> Result<()> {
     if leases.is_empty() {
         return Ok(());

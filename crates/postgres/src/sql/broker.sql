@@ -165,9 +165,9 @@ CREATE UNLOGGED TABLE everbus.runs (
 
 -- How far the log is decided: every number up to there is an event that all can see, or will never be one.
 --
--- A writer locks the table before it takes its first number, and holds the lock until it ends. So when
--- nobody holds that lock who held it at the time `pending` was the newest number, everything up to
--- `pending` is decided. Committed events that follow `known` without a gap are decided anyway.
+-- A writer locks the table before it takes its first number, and holds the lock until it ends. So once all
+-- writers that held the lock when `pending` was the newest number have ended, everything up to `pending` is
+-- decided. Committed events that follow `known` without a gap are decided anyway.
 --
 -- What was known of another run of the server says nothing: numbers may have been given back, and prepared
 -- transactions have other names.

@@ -76,7 +76,7 @@ async fn what_cannot_be_used_is_refused_with_a_hint() {
     );
     assert_eq!(refused(&other).await.code(), Code::NewerSchema);
 
-    // Nobody is there.
+    // No server is there.
     let away = refused("postgres://postgres@127.0.0.1:1/x").await;
     assert_eq!(away.code(), Code::Unavailable);
 }

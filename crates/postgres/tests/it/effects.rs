@@ -11,7 +11,7 @@ use everbus_core::{
 };
 use everbus_postgres::tokio_postgres::Transaction;
 use everbus_postgres::{ENGINE, Options, Slot};
-use everbus_testkit::servers::Postgres;
+use everbus_testkit::servers::{Postgres, PostgresOptions};
 use tokio::sync::Notify;
 
 use crate::support::{event, fresh_schema, group, open, options};
@@ -209,6 +209,60 @@ async fn an_effect_leaves_nothing_on_its_connection() {
         let settled = tokio::time::timeout(Duration::from_secs(60), settled).await;
         settled.expect("the lock goes").unwrap();
     }
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: framework/exactly-once-postgres: the effect, the record in the inbox and the ack are committed by one transaction; if it fails, none of them is there
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn effect_record_and_ack_are_one_transaction() {
+    let settings = PostgresOptions::default()
+        .setting("fsync=off")
+        .setting("track_commit_timestamp=on");
+    let Some(server) = Postgres::start_with(settings) else {
+        return;
+    };
+    let url = server.fresh_database();
+    server.sql_at(&url, "CREATE TABLE shipped (n int CHECK (n > 0))");
+    let engine = open(&url).await;
+    // One of three stays in flight, so that the claim is there to look at.
+    let leases = in_flight(&engine, "g", 3).await;
+    let ship = |lease: &Lease, sql: &'static str| {
+        let mut ack = ack_with(lease, move |tx| {
+            Box::pin(async move {
+                tx.batch_execute(sql).await?;
+                Ok(Vec::new())
+            })
+        });
+        ack.inbox = true;
+        ack
+    };
+    let count = |what: &str| server.sql_at(&url, &format!("SELECT count(*) FROM {what}"));
+    let done = "everbus.claims WHERE done <> '{}'";
+    let refused = settle(
+        &engine,
+        ship(&leases[0], "INSERT INTO shipped VALUES (1), (0)"),
+    );
+    assert_eq!(refused.await.unwrap_err().code(), Code::EffectFailed);
+    assert_eq!(
+        [count("shipped"), count("everbus.inbox"), count(done)],
+        ["0", "0", "0"]
+    );
+    let shipped = ship(&leases[0], "INSERT INTO shipped VALUES (1)");
+    settle(&engine, shipped).await.unwrap();
+    // Subtransactions have the time of the transaction that they belong to.
+    let committed = |table: &str| {
+        server.sql_at(
+            &url,
+            &format!("SELECT pg_xact_commit_timestamp(xmin) FROM {table}"),
+        )
+    };
+    let at = committed("shipped");
+    assert!(!at.is_empty());
+    assert_eq!(
+        [committed("everbus.inbox"), committed(done)],
+        [at.clone(), at]
+    );
     engine.broker.close().await.unwrap();
 }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use everbus::{Bus, BusOptions};
 use everbus_core::{
     Class, Code, ConsumeOptions, Delivery, Engine, Event, GroupName, Pattern, Result, Settlement,
     SystemClock, Verdict,
@@ -109,6 +110,37 @@ async fn a_publish_without_an_answer_is_stored_once() {
         .await
         .unwrap();
     assert_eq!(read.len(), 1 + 9, "each event once");
+}
+
+// conformance: contract/health: while the server is away, bus.health() says Unavailable, and nothing is wrong again once it is back
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_says_that_the_server_is_away() {
+    let Some(server) = Postgres::start() else {
+        return;
+    };
+    let engine = open(Place {
+        url: server.fresh_database(),
+        folder: std::path::PathBuf::new(),
+    });
+    let bus = Bus::with_engine(engine.await.unwrap(), BusOptions::default()).unwrap();
+    bus.health().await.unwrap();
+    server.kill();
+    let error = bus.health().await.unwrap_err();
+    assert_eq!(error.code(), Code::Unavailable, "{error:?}");
+    assert!(error.hint_text().is_some(), "{error:?}");
+    server.restart();
+    let well = async {
+        while bus.health().await.is_err() {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), well)
+        .await
+        .unwrap();
+    bus.shutdown().await.unwrap();
+    let error = bus.health().await.unwrap_err();
+    assert_eq!(error.code(), Code::EventBusShutdownError);
 }
 
 // conformance: engines/postgres-away: a server that is away is Unavailable; the consumer goes on by itself when it is back

@@ -36,6 +36,7 @@ async fn insert_slowly(client: &Client, schema: &str) -> i64 {
     client.query_one(&sql, &[]).await.unwrap().get(0)
 }
 
+// conformance: fault-6: an event that commits after a later number was read is not passed over
 // conformance: engines/postgres-late-commit: an event that commits after events with higher numbers reaches every group and reader
 // needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -63,7 +64,7 @@ async fn what_commits_late_is_not_passed_over() {
         after > late.unsigned_abs(),
         "the late event has the lower number"
     );
-    // Nothing may be handed out beyond the gap, and whoever asks is told why.
+    // Nothing may be handed out beyond the gap, and inspect says why.
     let early = tokio::time::timeout(Duration::from_millis(300), consumer.fetch(10)).await;
     assert!(early.is_err(), "{early:?}");
     let log = engine.log().unwrap();

@@ -106,6 +106,7 @@ fn rejected(row: OutboxRow, seconds: u64) -> (OutboxRow, RowOutcome) {
     (row, outcome)
 }
 
+// conformance: outbox/2-postgres: the table is in the database of the service: its inserts join a transaction with the service's own rows, and a row is pending, failed or sent
 // conformance: engines/postgres-outbox-inserts: both insert statements of the specifications work as written on PostgreSQL, NOW() included
 // needs: PostgreSQL
 #[tokio::test]
@@ -208,6 +209,34 @@ async fn an_event_is_there_if_and_only_if_the_transaction_committed() {
     assert_eq!(numbers(&rows), [2, 3]);
     let found = rows.iter().map(|row| row.event.as_ref().unwrap().id());
     assert_eq!(found.collect::<Vec<_>>(), ids);
+}
+
+// conformance: framework/outbox-postgres: the index of what is unpublished answers the relay and the query of the specification, however much was published
+// needs: PostgreSQL
+#[tokio::test]
+async fn unpublished_rows_are_found_by_their_index() {
+    let Some(shop) = Shop::new().await else {
+        return;
+    };
+    let many = "INSERT INTO event_outbox (event_type, payload, status, sent_at)
+                SELECT 'order.placed', '{}', 'sent', now() FROM generate_series(1, 20000);
+                INSERT INTO event_outbox (event_type, payload) VALUES ('order.placed', '{}');
+                ANALYZE event_outbox";
+    shop.db.batch_execute(many).await.unwrap();
+    assert_eq!(ready(&shop.source().await).await.len(), 1);
+    for query in [
+        "SELECT * FROM event_outbox WHERE status = 'pending' ORDER BY number LIMIT 100",
+        "SELECT * FROM event_outbox WHERE status = 'pending' AND attempts < 5",
+    ] {
+        let plan = shop
+            .db
+            .query(&format!("EXPLAIN {query}"), &[])
+            .await
+            .unwrap();
+        let plan: Vec<String> = plan.iter().map(|row| row.get(0)).collect();
+        let plan = plan.join("\n");
+        assert!(plan.contains("event_outbox_pending"), "{query}:\n{plan}");
+    }
 }
 
 #[tokio::test]
@@ -423,7 +452,7 @@ async fn a_relay_that_lost_its_lease_changes_nothing() {
     assert_eq!(one.status().await.unwrap().relay.as_deref(), Some("one"));
     let row = ready(&one).await.remove(0);
     shop.clock.advance(LEASE);
-    // It is over, but nobody else has it.
+    // It is over, but no other relay has it.
     one.settle(old.clone(), vec![rejected(row.clone(), 0)])
         .await
         .unwrap();

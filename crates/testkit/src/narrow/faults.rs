@@ -35,6 +35,8 @@ struct State {
     /// One call in this many has each fault; none if it is zero.
     one_in: u64,
     tally: Tally,
+    /// How often each verb was called.
+    calls: BTreeMap<String, u64>,
     /// How often each verb failed, and had done nothing.
     failed: BTreeMap<String, u64>,
 }
@@ -77,6 +79,11 @@ impl Faults {
         self.with(|state| state.failed.get(verb).copied().unwrap_or_default())
     }
 
+    /// How often a verb was called so far.
+    pub fn calls(&self, verb: &str) -> u64 {
+        self.with(|state| state.calls.get(verb).copied().unwrap_or_default())
+    }
+
     fn with<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
         act(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -93,6 +100,7 @@ impl Faults {
 
     /// The server is away: nothing was done.
     pub(super) fn before(&self, verb: &str) -> Result<()> {
+        self.with(|state| *state.calls.entry(verb.to_owned()).or_default() += 1);
         if self.strikes(|tally| tally.before += 1) {
             self.with(|state| *state.failed.entry(verb.to_owned()).or_default() += 1);
             return Err(away(verb));

@@ -281,6 +281,49 @@ async fn follow_ups_are_appended_once_while_the_store_is_away() {
     assert!(more.is_err(), "{more:?}");
 }
 
+// conformance: contract/beside-batch: Acks of one batch are one write to the store, and the events that they publish are one append, in their order.
+#[tokio::test]
+async fn acks_of_a_batch_are_recorded_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    let (of_broker, of_store) = (Faults::none(), Faults::none());
+    let broker = narrow::open(&clock, 1, of_broker.clone()).unwrap();
+    let path = dir.path().join("store.db");
+    let store = everbus_sqlite::open(&path, everbus_sqlite::Options::default()).unwrap();
+    let store = narrow::with_faulty_store(store, of_store.clone());
+    let engine = everbus::compose(broker, store, clock).await.unwrap();
+    let mut consumer = consumer(&engine, "billing").await;
+    let events: Vec<Event> = (0..20).map(|_| event()).collect();
+    engine.broker.append(events).await.unwrap();
+    let mut batch = Vec::new();
+    while batch.len() < 20 {
+        batch.extend(consumer.fetch(20).await.unwrap());
+    }
+    let before = of_broker.calls("append");
+    let mut published = Vec::new();
+    let ack = |delivery: &Delivery| {
+        let mut ack = Settlement::new(delivery.lease.clone(), Verdict::Ack);
+        (ack.inbox, ack.follow_ups) = (true, vec![event()]);
+        published.push(ack.follow_ups[0].id());
+        ack
+    };
+    let acks = batch.iter().map(ack).collect();
+    let answers = engine.broker.settle(acks).await.unwrap();
+    assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+    assert_eq!(of_store.calls("record_handled"), 1);
+    assert_eq!(of_broker.calls("append") - before, 1);
+    let records = batch.into_iter().map(|delivery| delivery.record).collect();
+    let inbox = engine.inbox().unwrap();
+    let handled = inbox.handled("billing".parse().unwrap(), records).await;
+    assert_eq!(handled.unwrap(), [true; 20]);
+    let mut came = Vec::new();
+    while came.len() < 20 {
+        let next = consumer.fetch(20).await.unwrap();
+        came.extend(next.iter().map(|delivery| delivery.record.event.id()));
+    }
+    assert_eq!(came, published);
+}
+
 // conformance: contract/beside-closed: What fails after its consumer was closed goes to another consumer and waits for none.
 #[tokio::test]
 async fn a_failure_after_the_close_is_not_parked() {

@@ -12,8 +12,9 @@ mod shared;
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
-use everbus_core::{Capabilities, Engine, Error, GroupName, Result, Streams};
+use everbus_core::{Capabilities, Code, Engine, Error, GroupName, Result, Streams};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
@@ -25,6 +26,9 @@ use crate::environment::watch::RunningActivity;
 use crate::runtime::options::BusOptions;
 use crate::runtime::subscription::registry::Registry;
 use crate::stats::BusStats;
+
+/// How long [`Bus::health`] waits for an answer of the engine.
+const PING: Duration = Duration::from_secs(3);
 
 /// A bus on an open engine. Clones are the same bus.
 ///
@@ -97,6 +101,25 @@ impl Bus {
     /// continue. A single group may also stop: see [`stopped_groups`](Self::stopped_groups).
     pub fn failure(&self) -> Option<Error> {
         self.inner.shared.failure.get().cloned()
+    }
+
+    /// Whether this bus works: [`failure`](Self::failure), the first of
+    /// [`stopped_groups`](Self::stopped_groups), or [`Unavailable`](everbus_core::Code::Unavailable) if the
+    /// engine's server does not answer within three seconds. While a server is away, publishers get that error
+    /// and consumers go on by themselves when it is back.
+    pub async fn health(&self) -> Result<()> {
+        let shared = &self.inner.shared;
+        shared.accepts()?;
+        if let Some((_, error)) = self.stopped_groups().into_iter().next() {
+            return Err(error);
+        }
+        let answer = tokio::time::timeout(PING, shared.engine.broker.ping()).await;
+        answer.unwrap_or_else(|_| {
+            let engine = shared.engine.broker.capabilities().engine;
+            let what = format!("the server of the {engine} engine does not answer");
+            Err(Error::new(Code::Unavailable, what)
+                .hint("the bus goes on by itself once the server is there again"))
+        })
     }
 
     /// The groups with handlers here that have stopped, and why: another process removed the group, or the

@@ -16,6 +16,7 @@ use crate::environment::Environment;
 use crate::guard;
 use crate::overflow::{self, Objects};
 use crate::runtime::circuits::Circuits;
+use crate::runtime::drops::Drops;
 use crate::runtime::options::BusOptions;
 use crate::schema::Schemas;
 use crate::stats::Stats;
@@ -26,6 +27,7 @@ pub(crate) struct Shared {
     pub(crate) options: BusOptions,
     pub(crate) stats: Stats,
     pub(crate) circuits: Circuits,
+    pub(crate) drops: Drops,
     /// The parts of the bus that handlers can reach.
     pub(crate) environment: Arc<Environment>,
     /// The object store for large payloads, if there is one.
@@ -62,6 +64,7 @@ impl Shared {
             options,
             stats: Stats::default(),
             circuits: Circuits::default(),
+            drops: Drops::default(),
             streams_declared: OnceCell::new(),
             schemas: RwLock::default(),
             validates: AtomicBool::new(false),
