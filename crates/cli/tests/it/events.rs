@@ -110,7 +110,7 @@ fn the_table_ends_with_the_command_for_the_next_page() {
         "two more, and no next page: {rest}"
     );
     assert!(!rest.contains("more:"), "{rest}");
-    // Columns that nobody fills are left out.
+    // Empty columns are left out.
     let bare = shop.run(&["events", "--type", "user.*"]).ok();
     assert!(
         !bare.contains("TENANT") && bare.contains("user.created"),

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::support::{Ran, Shop, signal, wait_until};
 
-/// A database of somebody else's beside the file of the bus.
+/// A database of another program beside the file of the bus.
 struct Orders {
     shop: Shop,
     db: Connection,

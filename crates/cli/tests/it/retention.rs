@@ -79,7 +79,7 @@ fn a_run_by_hand_spares_what_is_owed() {
         all.extend(more);
         shop.run(&all).json()["result"].clone()
     };
-    // The events that tell of the dead letters are owed to nobody.
+    // The events that tell of the dead letters are owed to no group.
     let done = run(&[]);
     // What goes are the three events that tell of the dead letters.
     assert_eq!((&done["removed"], &done["kept"]), (&json!(3), &json!(3)));

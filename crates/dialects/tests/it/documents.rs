@@ -144,7 +144,7 @@ fn trace_id() -> BoxedStrategy<Option<String>> {
     ])
 }
 
-/// Fields that nobody knows.
+/// Unknown fields.
 fn unknown() -> impl Strategy<Value = Document> {
     btree_map("[^\\p{C}]{0,5}:?", any_json(), 0..4).prop_map(|fields| fields.into_iter().collect())
 }

@@ -187,7 +187,7 @@ async fn a_chain_of_events_is_correlated_from_end_to_end() {
         }
         assert_eq!(causation(&two), Some(one.id().to_string().as_str()));
         assert_eq!(causation(&three), Some(two.id().to_string().as_str()));
-        // The first one is nobody's consequence.
+        // The first one has no cause.
         assert_eq!(causation(&the(&bus, "one").await), None);
         bus.shutdown().await.unwrap();
     })

@@ -450,7 +450,7 @@ async fn what_waits_for_a_consumer_that_closes_is_forgotten() {
     engine.broker.settle(vec![ack(&firsts[0])]).await.unwrap();
     consumer.close().await.unwrap();
     assert_eq!(in_flight(&engine).await, 1);
-    // Its deliveries stay valid; there is nobody to have them twice.
+    // Its deliveries stay valid; there is no consumer to have them twice.
     engine.broker.settle(vec![ack(&firsts[1])]).await.unwrap();
     assert_eq!(in_flight(&engine).await, 0);
 }

@@ -1,6 +1,6 @@
 //! What a killed process leaves to the next: attempts of the handlers that ran, and of no others.
 //!
-//! A copy of the file is what a kill leaves: everything that was committed, and an owner whose lock nobody
+//! A copy of the file is what a kill leaves: everything that was committed, and an owner whose lock no process
 //! holds.
 
 use std::path::Path;

@@ -17,7 +17,7 @@ use serde_json::json;
 use crate::faulty::faulty;
 use crate::support::{Kind, Lab, eventually, on_every_engine};
 
-/// A database of somebody else's, with an outbox.
+/// A database of another program, with an outbox.
 pub(crate) struct Shop {
     pub(crate) path: PathBuf,
     pub(crate) db: Connection,
@@ -239,7 +239,7 @@ async fn what_surrounds_an_enqueue_goes_with_the_event() {
         "request-7"
     );
     let relay = Relay::new(&bus, shop.source(&lab.clock));
-    // What surrounds the relay is nobody's business.
+    // The spans around the relay do not matter.
     with_correlation_id("relay", relay.run_until_empty())
         .await
         .unwrap();
@@ -571,7 +571,7 @@ async fn a_relay_in_the_background_follows_and_stops() {
         })
         .await;
     }
-    // And a row that nobody told this process of.
+    // And a row that this process was not told of.
     shop.db
         .execute_batch(
             "INSERT INTO event_outbox (event_type, payload) VALUES ('order.placed', '{\"n\":5}')",

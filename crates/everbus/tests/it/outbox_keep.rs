@@ -1,4 +1,4 @@
-//! A relay removes what is over from a database of somebody else's, and nothing else.
+//! A relay removes what is over from another program's database, and nothing else.
 
 use std::time::Duration;
 

@@ -270,7 +270,7 @@ async fn an_event_that_died_before_its_row_was_marked_is_no_retry() {
     assert_eq!(stage.bus.dead_letters().list().await.unwrap().len(), 2);
     assert_eq!(stage.statuses(), "failed", "it shows that the event died");
 
-    // Now somebody asks.
+    // Now a retry is asked for.
     stage.db.execute_batch(&replay(id)).unwrap();
     let stats = stage.relay(id).await;
     assert_eq!((stats.sent, stats.retried), (1, 1));

@@ -128,7 +128,7 @@ async fn the_standard_is_on_by_default_and_can_be_switched_off() {
         bus.start().await.unwrap();
         let receipt = bus.publish(("a", 1)).await.unwrap();
         receipt.settled().await.unwrap();
-        // Somebody looks now and then, so that it is no leap.
+        // The clock is read now and then, so that it is no leap.
         for _ in 0..16 {
             let maintenance = bus.engine().maintenance().unwrap();
             assert_eq!(maintenance.look_at_clock().await.unwrap(), None);

@@ -86,7 +86,7 @@ async fn shutdown_waits_for_running_handlers() {
         gate.add_permits(1);
         let report = shutdown.await.unwrap().unwrap();
         assert_eq!(report.abandoned, 0);
-        // Whoever waited saw it settled, or the end of the bus if that came first.
+        // A waiting caller saw it settled, or the end of the bus if that came first.
         if let Err(error) = settled.await.unwrap() {
             assert_eq!(error.code(), Code::EventBusShutdownError);
         }
@@ -338,7 +338,7 @@ async fn dropping_the_bus_is_harmless() {
         let (handler, mut seen) = recorder(fine);
         bus.subscribe("a").handler(handler).await.unwrap();
         bus.start().await.unwrap();
-        // The second one runs on until its timeout, which is somebody else's time now.
+        // The second one runs on until its timeout, which is the time of another test now.
         loop {
             if seen.next().await.seq() == receipts[2].seq() {
                 break;

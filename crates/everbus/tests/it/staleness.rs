@@ -173,7 +173,7 @@ async fn a_handler_of_its_own_mind_is_not_skipped() {
         patiently.next().await;
         usually.next().await;
         assert!(hastily.is_empty());
-        // Somebody handled them.
+        // They were handled.
         let stats = counted(&bus).await;
         assert_eq!(
             (stats.types["a"].handled, stats.types["a"].skipped.total()),

@@ -66,7 +66,7 @@ async fn every_outcome_is_counted_once_by_type_and_by_group() {
         let never = bus.publish(("b", "never")).await.unwrap();
         run_out_of_retries(&lab, &bus, &never, "g").await;
         handled(&bus, ("b", "fine")).await;
-        // A duplicate is not stored, and a type nobody handles is.
+        // A duplicate is not stored, and a type without a handler is.
         let event = Event::builder("c").id(EventId::new()).build().unwrap();
         bus.publish(event.clone()).await.unwrap();
         bus.publish(event).await.unwrap();

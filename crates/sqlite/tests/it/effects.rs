@@ -408,7 +408,7 @@ async fn a_killed_settlement_is_there_as_a_whole_or_not_at_all() {
             "SELECT count(*) FROM events WHERE status = 'done' AND type = 'a.b'",
         ]
         .map(|query| number(&path, query));
-        // Whoever comes next finds it settled, or handles it as if nothing had happened.
+        // The next consumer finds it settled, or handles it as if nothing had happened.
         let engine = open(&path);
         let mut consumer = consume(&engine, "").await;
         if counts == [1; 4] {

@@ -251,7 +251,7 @@ async fn a_locked_file_is_waited_for_and_then_busy() {
     let event = || everbus_core::Event::builder("a.b").build().unwrap();
     let error = engine.broker.append(vec![event()]).await.unwrap_err();
     assert_eq!(error.code(), Code::Busy);
-    // Freed while somebody waits: the publish goes through.
+    // Freed while a publish waits: the publish goes through.
     let mut waiting = patient.broker.append(vec![event()]);
     // Longer than SQLite itself waits for a lock.
     let early = tokio::time::timeout(Duration::from_millis(600), &mut waiting).await;

@@ -16,7 +16,7 @@ use crate::{PATIENCE, clock, consume, declare, eventually, failure, fetch, open,
 
 const LEASE: Duration = Duration::from_secs(10);
 
-/// A database of somebody else's, with an outbox.
+/// A database of another program, with an outbox.
 pub(crate) struct Shop {
     path: PathBuf,
     pub(crate) db: Connection,
@@ -476,7 +476,7 @@ async fn a_relay_that_lost_its_lease_changes_nothing() {
     assert_eq!(one.status().await.unwrap().relay.as_deref(), Some("one"));
     let row = ready(&one).await.remove(0);
     shop.clock.advance(LEASE);
-    // It is over, but nobody else has it.
+    // It is over, but no other relay has it.
     let later = rejected(row.clone(), 0);
     one.settle(old.clone(), vec![later]).await.unwrap();
     let new = lease(&two, "two").await;

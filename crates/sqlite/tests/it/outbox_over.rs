@@ -241,7 +241,7 @@ async fn every_rejection_is_on_record() {
         assert_eq!(seen(), first_seen);
         let last = "SELECT error || last_seen_at FROM dead_letter_events";
         assert_eq!(text(db, last), format!("five{}", all[4].at));
-        // There is an end to it: the oldest are forgotten. What is damaged stops nobody.
+        // There is an end to it: the oldest are forgotten. A damaged row stops no other.
         for _ in 0..MAX_FAILURES {
             source.retry(None).await.unwrap();
             give_up(source, lease, "more").await;

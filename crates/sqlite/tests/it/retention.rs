@@ -250,7 +250,7 @@ async fn a_run_goes_in_small_steps_with_others_in_between() {
             let first = steps.lock().unwrap().is_empty();
             steps.lock().unwrap().push(done);
             if first {
-                // The run is in the middle of its work, and whoever publishes gets a turn.
+                // The run is in the middle of its work, and a publisher gets a turn.
                 let before = published.load(Ordering::SeqCst);
                 tokio::task::block_in_place(|| {
                     let next = eventually("somebody published between two steps", async || {

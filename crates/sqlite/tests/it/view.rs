@@ -215,7 +215,7 @@ async fn every_event_is_shown_exactly_once() {
         settle(&engine, delivery, verdict).await;
     }
     for _ in 0..5 {
-        // Nobody handles this one: it is skipped, which is done.
+        // No handler takes this one: it is skipped, which is done.
         publish(&engine, "system.x").await;
     }
     let conn = Connection::open(&path).unwrap();

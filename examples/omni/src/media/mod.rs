@@ -53,7 +53,7 @@ pub async fn process(
         processor_type: processor_of(media.media_type),
         started_at: SystemClock.now(),
     };
-    // Not with the ack: whoever watches wants to know it while the work is going on. One for each attempt.
+    // Not with the ack: watchers are told while the work is going on. One for each attempt.
     bus.publish(began.builder()).await?;
     match pipeline.process(media).await {
         Ok(result) => {

@@ -86,7 +86,7 @@ async fn check_accounts(system: System) {
     assert!(same.is_new_identity && !same.is_new_person);
     assert!((same.confidence - 0.9).abs() < f64::EPSILON);
 
-    // Somebody new on a third channel, who then turns out to have the same address.
+    // A new person on a third channel, who then turns out to have the same address.
     let other = send(3, "discord", "ada#1", &json!({ "email": "ada@x.org" })).await;
     assert!(other.is_new_person);
     let known = send(4, "whatsapp", "+49", &json!({ "email": "ada@x.org" })).await;

@@ -266,7 +266,7 @@ async fn the_object_of_an_event_that_is_still_to_be_archived_stays() {
         let done = objects.collect(&engine, &at_once()).await.unwrap();
         assert_eq!((done.strays, done.kept), (0, 1));
         assert!(object.exists());
-        // Without a broker, nobody is still to append it.
+        // Without a broker, no process is still to append it.
         let done = objects.collect(bus.engine(), &at_once()).await.unwrap();
         assert_eq!((done.strays, object.exists()), (1, false));
         bus.shutdown().await.unwrap();

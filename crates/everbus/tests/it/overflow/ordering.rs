@@ -1,4 +1,4 @@
-//! The object is durable before the event that refers to it is appended, whoever appends it.
+//! The object is durable before the event that refers to it is appended, by a publish, a handler or a relay.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -48,7 +48,7 @@ impl Drop for Server {
 }
 
 /// A private server, or `None` (said aloud) where it cannot be had. Its port was free a moment before; if
-/// somebody else was quicker, the server ends, and there is another try.
+/// another process was quicker, the server ends, and there is another try.
 fn moto() -> Option<Server> {
     for _ in 0..20 {
         let port = TcpListener::bind("127.0.0.1:0")

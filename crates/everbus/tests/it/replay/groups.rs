@@ -99,7 +99,7 @@ async fn what_is_owed_or_absorbed_is_skipped() {
             3
         );
 
-        // With nobody to handle it, a replay waits; asked for again, it is owed.
+        // Without a handler, a replay waits; asked for again, it is owed.
         bus.unsubscribe(id).await.unwrap();
         let (handler, _seen) = recorder(fine);
         bus.subscribe("b")

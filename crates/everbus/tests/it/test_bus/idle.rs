@@ -311,7 +311,7 @@ async fn handlers_come_and_go_while_the_test_runs() {
         let id = subscribe.handler(handler).await.unwrap();
         bus.publish(("a", 1)).await.unwrap().assert_handled();
         bus.bus().unsubscribe(id).await.unwrap();
-        // Nobody here will handle it, so nobody waits for it.
+        // No handler here takes it, so it is not waited for.
         let report = bus.publish(("a", 2)).await.unwrap();
         assert_eq!(report.fate("late"), None);
         assert_eq!(counted.load(Ordering::SeqCst), 1);
