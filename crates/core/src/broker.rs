@@ -150,6 +150,10 @@ pub struct ConsumeOptions {
     pub handled: Vec<Pattern>,
     /// An event without a handler in any process is dead-lettered after this long.
     pub no_handler_after: Duration,
+    /// For a layer that writes dead letters itself: an event without a handler in any process is handed out after
+    /// this long, with a failure of kind [`NoHandler`](crate::FailureKind::NoHandler). An engine that cannot do this
+    /// keeps the event.
+    pub hand_out_unhandled: Option<Duration>,
 }
 
 impl Default for ConsumeOptions {
@@ -160,6 +164,7 @@ impl Default for ConsumeOptions {
             lease: Duration::from_secs(40),
             handled: Vec::new(),
             no_handler_after: Duration::from_secs(24 * 3600),
+            hand_out_unhandled: None,
         }
     }
 }

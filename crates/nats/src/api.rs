@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use async_nats::HeaderMap;
+use async_nats::{HeaderMap, Message, StatusCode};
 use bytes::Bytes;
 use data_encoding::BASE64;
 use everbus_core::{Code, Error, Result, Timestamp};
@@ -71,11 +71,23 @@ pub(crate) struct Stored {
 #[derive(Debug, Deserialize)]
 pub(crate) struct PubAck {
     #[serde(default)]
+    stream: String,
+    #[serde(default)]
     pub(crate) seq: u64,
     #[serde(default)]
     pub(crate) duplicate: bool,
     #[serde(default)]
     pub(crate) error: Option<ApiError>,
+}
+
+impl PubAck {
+    /// The answer of this stream. `None` for any other answer: the subject of an event is open to other programs,
+    /// and one that answers requests there must not be taken for the server.
+    fn of(stream: &str, message: &Message) -> Option<Self> {
+        let ack: Self = serde_json::from_slice(&message.payload).ok()?;
+        let refused = ack.error.as_ref().is_some_and(|error| error.err_code != 0);
+        (refused || ack.stream == stream && ack.seq > 0).then_some(ack)
+    }
 }
 
 #[derive(Deserialize)]
@@ -135,15 +147,47 @@ impl Link {
         }
     }
 
-    /// Publishes into a stream and reads the answer.
+    /// Publishes into a stream and reads its answer. If another program answers first, the outcome is unknown, and
+    /// from then on all answers are read until that of the stream has come.
     pub(crate) async fn publish(
         &self,
+        stream: &str,
+        subject: &str,
+        mut headers: HeaderMap,
+        payload: Bytes,
+    ) -> Result<PubAck> {
+        headers.insert("Nats-Expected-Stream", stream);
+        if self.is_crowded() {
+            return self.publish_among(stream, subject, headers, payload).await;
+        }
+        let answer = self.ask(subject, Some(headers), payload).await?;
+        PubAck::of(stream, &answer).ok_or_else(|| self.crowded(subject))
+    }
+
+    /// Publishes on a subject where other programs answer too.
+    async fn publish_among(
+        &self,
+        stream: &str,
         subject: &str,
         headers: HeaderMap,
         payload: Bytes,
     ) -> Result<PubAck> {
-        let answer = self.ask(subject, Some(headers), payload).await?;
-        serde_json::from_slice(&answer.payload).map_err(|error| unreadable(subject, &error))
+        let mut answers = self.ask_all(subject, headers, payload).await?;
+        let found = async {
+            while let Some(answer) = answers.next().await {
+                if answer.status == Some(StatusCode::NO_RESPONDERS) {
+                    return Some(Err(self.no_responders()));
+                }
+                if let Some(ack) = PubAck::of(stream, &answer) {
+                    return Some(Ok(ack));
+                }
+            }
+            None
+        };
+        match tokio::time::timeout(self.timeout(), found).await {
+            Ok(Some(answer)) => answer,
+            _ => Err(self.crowded(subject)),
+        }
     }
 
     /// A stream, if it exists.
@@ -334,12 +378,30 @@ impl Link {
                 None | Some(200) => messages.push(of_direct(message)),
                 // The end, or nothing at all.
                 Some(204 | 404) => return Ok(messages),
+                // A stream of another program without `allow_direct`, or no leader: one by one, from the leader.
+                Some(503) => return self.messages_of_leader(stream, which).await,
                 Some(status) => {
                     let text = message.description.unwrap_or_default();
                     return Err(lost(format!("a read was refused: {status} {text}")));
                 }
             }
         }
+    }
+}
+
+impl Link {
+    /// As [`Link::messages`], with a request for each.
+    async fn messages_of_leader(&self, stream: &str, which: &Which) -> Result<Vec<Stored>> {
+        let mut messages: Vec<Stored> = Vec::new();
+        let mut which = which.clone();
+        for _ in 0..which.batch.take().unwrap_or(1) {
+            let Some(stored) = self.message(stream, &which).await? else {
+                break;
+            };
+            (which.seq, which.start_time) = (Some(stored.seq + 1), None);
+            messages.push(stored);
+        }
+        Ok(messages)
     }
 }
 

@@ -14,8 +14,9 @@ use futures_util::future::join_all;
 
 use crate::api::{PubAck, Which};
 use crate::broker::Shared;
-use crate::errors::{ApiError, number, unreadable};
-use crate::streams::StreamHandle;
+use crate::errors::{ApiError, number};
+use crate::names;
+use crate::streams::{self, StreamHandle};
 use crate::wire::{self, Around, Written, message_id};
 
 /// The server stores at most so many messages as one.
@@ -54,9 +55,14 @@ impl Shared {
                 Err(error) => answers[index] = Some(Err(error)),
             }
         }
-        for (stream, events) in by_stream {
+        for (nth, (stream, events)) in by_stream.into_iter().enumerate() {
             let (places, events): (Vec<usize>, Vec<Event>) = events.into_iter().unzip();
-            for (place, answer) in places.iter().zip(self.append_to(&stream, events).await?) {
+            let appended = match self.append_to(&stream, events).await {
+                // What other streams have stored is not taken back: each event has its own answer.
+                Err(error) if nth > 0 => vec![Err(error); places.len()],
+                appended => appended?,
+            };
+            for (place, answer) in places.iter().zip(appended) {
                 answers[*place] = Some(answer);
             }
         }
@@ -79,11 +85,18 @@ impl Shared {
                 answer => Ok(vec![answer]),
             };
         }
-        let mut answers = Vec::with_capacity(events.len());
+        let mut answers: Vec<Result<Appended>> = Vec::with_capacity(events.len());
         for chunk in events.chunks(MOST) {
             if stream.atomic {
-                let appended = self.append_atomic(stream, chunk).await?;
-                answers.extend(appended.into_iter().map(Ok));
+                match self.append_atomic(stream, chunk).await {
+                    Ok(appended) => answers.extend(appended.into_iter().map(Ok)),
+                    Err(error) if answers.is_empty() => return Err(error),
+                    // The chunks before are stored.
+                    Err(error) => {
+                        answers.resize(events.len(), Err(error));
+                        break;
+                    }
+                }
             } else {
                 let appended = chunk.iter().map(|event| self.append_one(stream, event));
                 answers.extend(join_all(appended).await);
@@ -122,18 +135,45 @@ impl Shared {
         let ack = self
             .patiently(|| async {
                 let (headers, payload) = (written.headers.clone(), written.payload.clone());
-                let ack = self
+                let publish = self
                     .link
-                    .publish(&written.subject, headers, payload)
-                    .await?;
-                refused_or(ack)
+                    .publish(&stream.name, &written.subject, headers, payload);
+                refused_or(publish.await?)
             })
-            .await?;
+            .await;
+        let ack = match ack {
+            Err(error) if error.code() == Code::Unavailable => {
+                return Err(self.why_away(stream, &written.subject, error).await);
+            }
+            ack => ack?,
+        };
         if ack.duplicate {
             return self.known(stream, event, ack.seq).await;
         }
         appended.position = Position::new(stream.shard, ack.seq);
         Ok(appended)
+    }
+
+    /// An error of a publish that found no server: the stream may have been removed, or another process may have
+    /// taken the subject from it.
+    async fn why_away(&self, stream: &StreamHandle, subject: &str, error: Error) -> Error {
+        let found = self.link.stream(&stream.name).await;
+        let why = match found {
+            Ok(None) => format!("the stream {} was removed from the server", stream.name),
+            Ok(Some(info)) => {
+                let there = streams::texts(&info.config["subjects"]);
+                if there.iter().any(|known| names::covers(known, subject)) {
+                    return error;
+                }
+                format!(
+                    "the stream {} has the subjects {there:?}, and not {subject} any more",
+                    stream.name
+                )
+            }
+            Err(_) => return error,
+        };
+        let error = error.with_message(why);
+        error.hint("open the bus again to declare its streams")
     }
 
     /// Repeats a publish while the server is away. The id makes that safe.
@@ -258,7 +298,7 @@ impl Shared {
         }
         let ack = self
             .patiently(|| async {
-                let ack = self.send_batch(&written).await?;
+                let ack = self.send_batch(stream, &written).await?;
                 match &ack.error {
                     Some(error) if error.err_code == number::BATCH_HAS_DUPLICATE => Ok(None),
                     _ => refused_or(ack).map(Some),
@@ -279,7 +319,11 @@ impl Shared {
         Ok(Some(appended.collect()))
     }
 
-    async fn send_batch(&self, written: &[(Written, Appended)]) -> Result<PubAck> {
+    async fn send_batch(
+        &self,
+        stream: &StreamHandle,
+        written: &[(Written, Appended)],
+    ) -> Result<PubAck> {
         let batch = EventId::new().to_string();
         let lost = |error: String| Error::new(Code::Unavailable, error);
         let last = written.len() - 1;
@@ -290,7 +334,10 @@ impl Shared {
             let payload = written.payload.clone();
             if index == last {
                 headers.insert("Nats-Batch-Commit", "1");
-                return self.link.publish(&written.subject, headers, payload).await;
+                let link = &self.link;
+                return link
+                    .publish(&stream.name, &written.subject, headers, payload)
+                    .await;
             }
             let sent =
                 self.link
@@ -329,12 +376,10 @@ impl Shared {
             0 | 1 => headers.insert("Nats-Expected-Last-Msg-Id", "everbus-asks"),
             _ => headers.insert("Nats-Expected-Last-Sequence", NO_SEQUENCE.to_string()),
         }
-        let answer = self
+        let ack = self
             .link
-            .ask(&written.subject, Some(headers), Bytes::new())
+            .publish(&stream.name, &written.subject, headers, Bytes::new())
             .await?;
-        let ack: PubAck = serde_json::from_slice(&answer.payload)
-            .map_err(|error| unreadable(&written.subject, &error))?;
         match ack.error {
             None if ack.duplicate => Ok(Some(ack.seq)),
             None => Err(Error::new(Code::Internal, "a question was stored")),

@@ -38,6 +38,8 @@ pub(crate) struct Shared {
     declaring: tokio::sync::Mutex<()>,
     /// Streams that groups consume and that are not declared here.
     others: Mutex<HashMap<String, Arc<StreamHandle>>>,
+    /// Streams that were found to be removed, for one warning each.
+    missing: Mutex<HashSet<String>>,
     pub(crate) groups: Mutex<HashMap<GroupName, Arc<Group>>>,
     pub(crate) held: Held,
     numbers: AtomicU64,
@@ -65,6 +67,7 @@ impl Shared {
             table: RwLock::default(),
             declaring: tokio::sync::Mutex::default(),
             others: Mutex::default(),
+            missing: Mutex::default(),
             groups: Mutex::default(),
             held: Held::default(),
             numbers: AtomicU64::new(1),
@@ -91,6 +94,12 @@ impl Shared {
             return Ok(table);
         }
         self.declare_table(Streams::single(), true).await
+    }
+
+    /// The copies of what Everbus keeps beside events.
+    pub(crate) fn copies_of_own(&self) -> u32 {
+        let table = self.known_table();
+        table.map_or(self.options.replicas, |table| table.copies)
     }
 
     pub(crate) fn known_table(&self) -> Option<Arc<Table>> {
@@ -144,6 +153,24 @@ impl Shared {
         Ok(stream)
     }
 
+    /// A stream was removed from the server. If it comes back, the next look at the groups finds it.
+    pub(crate) fn forget_stream(&self, stream: &StreamHandle) {
+        let known = self.others.lock().remove(&stream.name);
+        if self.missing.lock().insert(stream.name.clone()) {
+            tracing::warn!(target: "everbus::nats", stream = stream.name, declared = known.is_none(), "a stream that groups consume was removed from the server; they go on with their other streams");
+        }
+    }
+
+    /// A stream is there, perhaps again.
+    pub(crate) fn found_stream(&self, stream: &StreamHandle) {
+        self.missing.lock().remove(&stream.name);
+    }
+
+    /// Whether a stream that groups consume is not there.
+    pub(crate) fn misses_streams(&self) -> bool {
+        !self.missing.lock().is_empty()
+    }
+
     /// A group as the server has it now; `None` if it was removed.
     pub(crate) async fn reload(&self, group: &Arc<Group>) -> Result<Option<Arc<Record>>> {
         let known = groups::load(&self.link, &self.space, &group.encoded).await?;
@@ -154,7 +181,8 @@ impl Shared {
         Ok(Some(group.record()))
     }
 
-    /// As [`Self::reload`]; streams that appeared meanwhile are added to the group.
+    /// As [`Self::reload`]; streams that appeared meanwhile are added to the group, and consumers that lost
+    /// filters are repaired.
     pub(crate) async fn look_again(&self, group: &Arc<Group>) -> Result<Option<Arc<Record>>> {
         let Some(record) = self.reload(group).await? else {
             return Ok(None);
@@ -164,6 +192,7 @@ impl Shared {
         if !streams.is_empty() {
             self.adopt(&streams, &record.name).await?;
         }
+        self.repair(group).await?;
         Ok(Some(group.record()))
     }
 
@@ -243,6 +272,9 @@ impl Shared {
             let now = self.options.clock.now();
             failures.push(Failure::new(attempt, now, FailureKind::Corrupt, why));
         }
+        if item.unhandled {
+            failures.push(self.unhandled_failure(attempt, item.record.event.event_type()));
+        }
         let token = self.number();
         let hold = Hold {
             token,
@@ -262,16 +294,19 @@ impl Shared {
         Delivery::new(item.record, lease).after(attempt, failures)
     }
 
+    fn unhandled_failure(&self, attempt: u32, event_type: &str) -> Failure {
+        let text = format!("no process has a handler for {event_type}");
+        let now = self.options.clock.now();
+        Failure::new(attempt, now, FailureKind::NoHandler, text)
+    }
+
     /// Dead-letters an event that no process has a handler for.
     pub(crate) async fn no_handler(&self, group: &Arc<Group>, item: Item, consumer: u64) {
         let reply = item.reply.clone();
         let delivery = self.deliver(group, item, consumer);
-        let now = self.options.clock.now();
         let event_type = delivery.record.event.event_type();
-        let text = format!("no process has a handler for {event_type}");
-        let failure = Failure::new(delivery.attempt, now, FailureKind::NoHandler, text);
         let verdict = Verdict::Dead {
-            failure: Some(failure),
+            failure: Some(self.unhandled_failure(delivery.attempt, event_type)),
         };
         if let Err(error) = self
             .settle_one(Settlement::new(delivery.lease, verdict))

@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use async_nats::client::RequestErrorKind;
+use async_nats::client::{PublishErrorKind, RequestErrorKind};
 use async_nats::connection::State;
-use async_nats::{Client, ConnectOptions, Event as Happened, HeaderMap, Message, Request};
+use async_nats::{
+    Client, ConnectOptions, Event as Happened, HeaderMap, Message, Request, Subscriber,
+};
 use bytes::Bytes;
 use everbus_core::{Code, Error, Result};
 use parking_lot::Mutex;
@@ -28,6 +30,8 @@ pub(crate) struct Link {
     pub(crate) closing: Notify,
     running: AtomicUsize,
     idle: Notify,
+    /// Other programs answer requests on the subjects of events.
+    crowded: AtomicBool,
 }
 
 /// What the client reports from its own task.
@@ -118,6 +122,7 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
         closing: Notify::new(),
         running: AtomicUsize::new(0),
         idle: Notify::new(),
+        crowded: AtomicBool::new(false),
     })
 }
 
@@ -280,9 +285,7 @@ impl Link {
             }
         };
         answer.map_err(|error| match error.kind() {
-            RequestErrorKind::NoResponders => {
-                self.away("no server answers, which happens while a leader is elected")
-            }
+            RequestErrorKind::NoResponders => self.no_responders(),
             RequestErrorKind::MaxPayloadExceeded => self.too_large(),
             RequestErrorKind::InvalidSubject => Error::new(
                 Code::InvalidType,
@@ -296,17 +299,64 @@ impl Link {
         })
     }
 
+    pub(crate) fn no_responders(&self) -> Error {
+        self.away("no server answers, which happens while a leader is elected")
+    }
+
+    /// A request of which every answer is read.
+    pub(crate) async fn ask_all(
+        &self,
+        subject: &str,
+        headers: HeaderMap,
+        payload: Bytes,
+    ) -> Result<Subscriber> {
+        self.connected().await?;
+        let inbox = self.client.new_inbox();
+        let answers = self.client.subscribe(inbox.clone()).await;
+        let answers = answers.map_err(|error| self.away(&error.to_string()))?;
+        let sent =
+            self.client
+                .publish_with_reply_and_headers(subject.to_owned(), inbox, headers, payload);
+        sent.await.map_err(|error| match error.kind() {
+            PublishErrorKind::MaxPayloadExceeded => self.too_large(),
+            _ => self.away(&error.to_string()).with_unknown_outcome(),
+        })?;
+        Ok(answers)
+    }
+
+    pub(crate) fn is_crowded(&self) -> bool {
+        self.crowded.load(Ordering::Relaxed)
+    }
+
+    /// The answer to a publish is not that of its stream.
+    pub(crate) fn crowded(&self, subject: &str) -> Error {
+        if !self.crowded.swap(true, Ordering::Relaxed) {
+            tracing::warn!(target: "everbus::nats", subject, "another program answers requests on the subject of events; publishing is slower for it");
+        }
+        let what = format!("the answer to a publish on {subject} is not that of its stream");
+        self.away(&what).with_unknown_outcome()
+    }
+
     /// The server's permissions forbid a subject. It reports that beside the request, not as its answer.
     fn refusal(&self, subject: &str, began: Instant) -> Option<Error> {
         let mut refused = self.events.refused.lock();
+        let named = format!("\"{}\"", subject.to_lowercase());
+        let of_inbox = |text: &str| text.contains("violation for subscription to \"_inbox.");
         let is_of_this = |(at, text): &mut (Instant, String)| {
-            *at >= began && text.to_lowercase().contains("permissions violation")
+            let said = text.to_lowercase();
+            let is_named = said.contains("permissions violation") && said.contains(&named);
+            *at >= began && (is_named || of_inbox(&said))
         };
         let (_, text) = refused.take_if(is_of_this)?;
         let what = format!("no permission for {subject}: {text}");
         let hint = "the account needs to publish to $JS.API.>, $JS.ACK.>, $EVERBUS.> and the subjects of its \
                     events, and to subscribe to _INBOX.>";
-        Some(Error::new(Code::InvalidSetting, what).hint(hint))
+        let error = Error::new(Code::InvalidSetting, what).hint(hint);
+        // Without its inbox the request may have taken effect.
+        Some(match of_inbox(&text.to_lowercase()) {
+            true => error.with_unknown_outcome(),
+            false => error,
+        })
     }
 
     /// The largest message, headers included.

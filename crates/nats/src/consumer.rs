@@ -44,6 +44,7 @@ impl NatsConsumer {
             number,
             lease: options.lease,
             no_handler_after: options.no_handler_after,
+            hand_out_unhandled: options.hand_out_unhandled,
             sources: Vec::new(),
             next: 0,
             extra: Instant::now(),
@@ -62,8 +63,8 @@ impl NatsConsumer {
         let mut state = self.desk.state.lock();
         if let Some(error) = &state.error {
             let error = error.clone();
-            // A group that was removed stays removed.
-            if error.code() != Code::GroupNotFound {
+            // A group that was removed stays removed, and a reader that ended reads no more.
+            if error.code() != Code::GroupNotFound && !state.is_done {
                 state.error = None;
             }
             return Err(error);

@@ -17,17 +17,17 @@ use crate::names;
 use crate::streams::{self, StreamHandle};
 
 /// A record that others change at the same time is changed again, this often at most.
-const TRIES: usize = 50;
+pub(crate) const TRIES: usize = 50;
 /// The server removes the consumer of an ephemeral group after this long without a request.
 const INACTIVE: Duration = Duration::from_secs(3600);
 /// The lease of a group that no process has consumed yet.
 const FIRST_LEASE: Duration = Duration::from_secs(40);
-/// Unsettled events of a group and stream beyond this wait.
-const MAX_PENDING: u64 = 100_000;
+/// Unsettled events have no limit: at a limit, events that wait for a retry or a handler would stop all others.
+const MAX_PENDING: i64 = -1;
+/// In the metadata of a consumer whose lease a process has set.
+const LEASED: &str = "everbus.leased";
 /// A process that asks for nothing for this long loses an ordered group to another one.
 const PINNED: Duration = Duration::from_secs(15);
-/// Clocks of publishers and server may differ by this much.
-const SKEW: Duration = Duration::from_secs(60);
 
 const FOREIGN: &str = "it was made by another program";
 
@@ -36,6 +36,8 @@ const FOREIGN: &str = "it was made by another program";
 enum Put {
     /// The group wants nothing of the stream and never did.
     Unwanted,
+    /// The stream was removed from the server.
+    NoStream,
     Same,
     Changed,
 }
@@ -230,7 +232,7 @@ impl Shared {
                     Some((name, seq)) if *name == stream.name => *seq,
                     _ => after_all,
                 },
-                Some(StartFrom::Time(time)) => self.seq_at(stream, time.minus(SKEW)).await?,
+                Some(StartFrom::Time(time)) => self.seq_at(stream, time).await?,
                 None if known => after_all,
                 // It appeared after the group.
                 None => 1,
@@ -352,10 +354,15 @@ impl Shared {
                     continue;
                 };
                 let put = self.ensure(&stream, &group.encoded, &record, &patterns, lease);
-                let put = put.await?;
-                changed |= put == Put::Changed;
-                if put != Put::Unwanted {
-                    streams.push(stream);
+                match put.await? {
+                    Put::Unwanted => {}
+                    // The group goes on with its other streams.
+                    Put::NoStream => self.forget_stream(&stream),
+                    put => {
+                        changed |= put == Put::Changed;
+                        self.found_stream(&stream);
+                        streams.push(stream);
+                    }
                 }
             }
             // Another process may have widened the same consumers at the same time, and this one's filters
@@ -404,8 +411,9 @@ impl Shared {
         if !same {
             set_filters(&mut config, filters.as_deref());
         }
+        config["max_ack_pending"] = json!(MAX_PENDING);
         if let Some(lease) = lease {
-            config["ack_wait"] = json!(lease.as_nanos() as u64);
+            set_lease(&mut config, lease);
         }
         if known.is_some_and(|info| info.config == config) {
             return Ok(Put::Same);
@@ -422,9 +430,14 @@ impl Shared {
                 .put_consumer(&stream.name, encoded, &config)
                 .await?;
         }
-        let what = format!("the consumer of {:?} in {}", record.name, stream.name);
-        put.map(|_| Put::Changed)
-            .map_err(|error| error.into_error(&what))
+        match put {
+            Ok(_) => Ok(Put::Changed),
+            Err(error) if error.err_code == number::STREAM_NOT_FOUND => Ok(Put::NoStream),
+            Err(error) => {
+                let what = format!("the consumer of {:?} in {}", record.name, stream.name);
+                Err(error.into_error(&what))
+            }
+        }
     }
 
     /// Where a new consumer begins. In a stream that was removed and created again, that is its beginning.
@@ -509,7 +522,7 @@ impl Shared {
     }
 }
 
-fn busy(name: &GroupName) -> Error {
+pub(crate) fn busy(name: &GroupName) -> Error {
     let what = format!("the group {name} is changed by others all the time");
     Error::new(Code::Busy, what)
 }
@@ -563,6 +576,18 @@ fn new_consumer(record: &Record, encoded: &str, start: u64) -> Value {
     config
 }
 
+/// The lease of a group is the longest that one of its processes needs: with a shorter one, another process would get
+/// an event while its handler runs.
+fn set_lease(config: &mut Value, lease: Duration) {
+    let there = match config["metadata"][LEASED].is_string() {
+        true => config["ack_wait"].as_u64().unwrap_or(0),
+        false => 0,
+    };
+    let lease = u64::try_from(lease.as_nanos()).unwrap_or(i64::MAX as u64);
+    config["ack_wait"] = json!(there.max(lease));
+    config["metadata"][LEASED] = json!("1");
+}
+
 /// A consumer of another program, or with settings under which events are lost, is not used.
 fn check_consumer(config: &Value, record: &Record, stream: &str) -> Result<()> {
     let wrong = [
@@ -608,7 +633,7 @@ fn unusable(record: &Record, stream: &str, why: &str) -> Error {
 }
 
 /// The filters of a consumer; `None` is everything.
-fn filters_of(config: &Value) -> Option<Vec<String>> {
+pub(crate) fn filters_of(config: &Value) -> Option<Vec<String>> {
     let one = config["filter_subject"].as_str().filter(|f| !f.is_empty());
     if let Some(one) = one {
         return Some(vec![one.to_owned()]);

@@ -193,7 +193,10 @@ pub(crate) async fn save(
     let body = serde_json::to_vec(record)
         .map_err(|e| Error::new(Code::Internal, format!("a group cannot be written: {e}")))?;
     let subject = space.group_subject(encoded);
-    let ack = link.publish(&subject, headers, body.into()).await?;
+    let stream = space.groups_stream();
+    let ack = link
+        .publish(&stream, &subject, headers, body.into())
+        .await?;
     match ack.error {
         None => Ok(Some(ack.seq)),
         Some(error)

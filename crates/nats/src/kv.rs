@@ -19,6 +19,7 @@ use serde_json::json;
 use crate::api::{Stored, Which};
 use crate::broker::{Nats, Shared};
 use crate::errors::number;
+use crate::streams;
 
 /// How long the server remembers that a value expired.
 const MARKERS: Duration = Duration::from_secs(3600);
@@ -62,7 +63,10 @@ impl Shared {
         if self.buckets.lock().contains(&bucket.stream) {
             return Ok(());
         }
-        if self.link.stream(&bucket.stream).await?.is_none() {
+        let copies = self.copies_of_own();
+        if let Some(info) = self.link.stream(&bucket.stream).await? {
+            streams::raise_copies(&self.link, &info.config, copies).await?;
+        } else {
             let config = json!({
                 "name": bucket.stream,
                 "subjects": [format!("{}>", bucket.prefix)],
@@ -70,7 +74,8 @@ impl Shared {
                 "retention": "limits",
                 "discard": "new",
                 "max_msgs_per_subject": 1,
-                "num_replicas": self.options.replicas,
+                "num_replicas": copies,
+                "metadata": streams::made(),
                 "allow_direct": true,
                 "allow_rollup_hdrs": true,
                 "deny_delete": true,
@@ -86,7 +91,8 @@ impl Shared {
     /// Publishes a value or a deletion; `None` if the key has not the expected sequence.
     async fn put_message(
         &self,
-        subject: &str,
+        bucket: &Bucket,
+        key: &str,
         mut headers: HeaderMap,
         value: Bytes,
         expected: Option<u64>,
@@ -94,7 +100,9 @@ impl Shared {
         if let Some(expected) = expected {
             headers.insert("Nats-Expected-Last-Subject-Sequence", expected.to_string());
         }
-        let ack = self.link.publish(subject, headers, value).await?;
+        let subject = format!("{}{key}", bucket.prefix);
+        let publish = self.link.publish(&bucket.stream, &subject, headers, value);
+        let ack = publish.await?;
         match ack.error {
             None => Ok(Some(ack.seq)),
             Some(error)
@@ -151,9 +159,8 @@ impl KeyValue for Nats {
                 }
                 sequence = Some(last.map_or(0, |stored| stored.seq));
             }
-            let subject = format!("{}{key}", bucket.prefix);
             match shared
-                .put_message(&subject, headers, value, sequence)
+                .put_message(&bucket, &key, headers, value, sequence)
                 .await?
             {
                 Some(revision) => Ok(revision),
@@ -180,7 +187,6 @@ impl KeyValue for Nats {
             let shared = &self.shared;
             let _running = shared.link.enter()?;
             let bucket = shared.bucket(&bucket);
-            let subject = format!("{}{key}", bucket.prefix);
             for _ in 0..TRIES {
                 let last = shared.last(&bucket, &key).await?;
                 let there = last
@@ -194,7 +200,8 @@ impl KeyValue for Nats {
                 };
                 let mut headers = HeaderMap::new();
                 headers.insert(OPERATION, "DEL");
-                let deleted = shared.put_message(&subject, headers, Bytes::new(), Some(revision));
+                let deleted =
+                    shared.put_message(&bucket, &key, headers, Bytes::new(), Some(revision));
                 if deleted.await?.is_some() {
                     return Ok(true);
                 }

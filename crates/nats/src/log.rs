@@ -101,27 +101,6 @@ impl Shared {
         }
         Ok((found, reached))
     }
-
-    /// The place before the first event received at a time.
-    async fn before_time(
-        &self,
-        stream: &StreamHandle,
-        time: everbus_core::Timestamp,
-    ) -> Result<u64> {
-        // Publishers stamp an event shortly before the server does.
-        let mut seq = self.seq_at(stream, time).await?;
-        loop {
-            let which = Which {
-                seq: Some(seq),
-                next_by_subj: Some(stream.subject(">")),
-                ..Which::default()
-            };
-            match self.link.message(&stream.name, &which).await? {
-                Some(stored) if record(stream, &stored).received_at < time => seq = stored.seq + 1,
-                _ => return Ok(seq - 1),
-            }
-        }
-    }
 }
 
 impl Log for Nats {
@@ -187,8 +166,8 @@ impl Log for Nats {
             };
             if let StartFrom::Time(time) = from {
                 for stream in &streams {
-                    let place = shared.before_time(stream, time).await?;
-                    cursor.advance(Position::new(stream.shard, place));
+                    let first = shared.seq_at(stream, time).await?;
+                    cursor.advance(Position::new(stream.shard, first.saturating_sub(1)));
                 }
             }
             Ok(cursor)

@@ -24,9 +24,10 @@ use crate::wire::{self, Around};
 
 /// The most messages that are sorted in one turn.
 const TURN: usize = 256;
-/// The first and the longest time that an event without a handler here is left to other processes.
+/// The first and the longest time that an event without a handler here is left to other processes. The server
+/// counts each time: in a day they stay below the count that a store takes for a poison event.
 const LEFT_FIRST: Duration = Duration::from_secs(1);
-const LEFT_LONGEST: Duration = Duration::from_secs(300);
+const LEFT_LONGEST: Duration = Duration::from_secs(3600);
 /// How often a reader looks at its group: while it has no stream to read, and later.
 const LOOK_FIRST: Duration = Duration::from_millis(300);
 const LOOK: Duration = Duration::from_secs(15);
@@ -43,9 +44,13 @@ pub(crate) struct Item {
     /// How often the server has sent it.
     pub(crate) delivered: u64,
     pub(crate) came: Instant,
+    /// When the server received it.
+    pub(crate) stored_at: Timestamp,
     pub(crate) lease: Duration,
     /// Why it is not of the stream's dialect.
     pub(crate) foreign: Option<String>,
+    /// No process has a handler for it.
+    pub(crate) unhandled: bool,
 }
 
 impl Item {
@@ -92,15 +97,43 @@ pub(crate) struct Reader {
     pub(crate) number: u64,
     pub(crate) lease: Duration,
     pub(crate) no_handler_after: Duration,
+    pub(crate) hand_out_unhandled: Option<Duration>,
     pub(crate) sources: Vec<Source>,
     pub(crate) next: usize,
     /// When a shut stream may be asked for one message more than there is room for.
     pub(crate) extra: Instant,
 }
 
+/// Tells the consumer that its reader has ended, also if that was a panic: a fetch must not wait for ever.
+struct Ending {
+    shared: Arc<Shared>,
+    desk: Arc<Desk>,
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        {
+            let mut state = self.desk.state.lock();
+            state.is_done = true;
+            if std::thread::panicking() {
+                let what = "the reader of the group panicked";
+                let error = Error::new(Code::Internal, what);
+                state.error = Some(error.hint("this is a bug in Everbus; please report it"));
+            }
+        }
+        self.desk.done.notify_waiters();
+        self.desk.to_consumer.notify_waiters();
+        self.shared.link.part();
+    }
+}
+
 impl Reader {
     /// Reads until the consumer or the engine ends.
     pub(crate) async fn run(mut self) {
+        let _ending = Ending {
+            shared: self.shared.clone(),
+            desk: self.desk.clone(),
+        };
         self.group.keys.lock().join();
         let (shared, group, desk) = (self.shared.clone(), self.group.clone(), self.desk.clone());
         let mut version = group.version.subscribe();
@@ -141,7 +174,8 @@ impl Reader {
                 // Another process may have created a stream for the group, or removed the group.
                 looked = Instant::now();
                 match shared.look_again(&group).await {
-                    Ok(Some(_)) => {}
+                    // A stream that was removed may be there again.
+                    Ok(Some(_)) => followed &= !shared.misses_streams(),
                     Ok(None) => self.report(no_group(&group.name)),
                     Err(error) => self.report(error),
                 }
@@ -213,10 +247,6 @@ impl Reader {
         for item in parked {
             self.give_back(&item).await;
         }
-        desk.state.lock().is_done = true;
-        desk.done.notify_waiters();
-        desk.to_consumer.notify_waiters();
-        shared.link.part();
     }
 
     /// Tells the consumer of an error with its next fetch.
@@ -230,6 +260,9 @@ impl Reader {
     async fn follow(&mut self) -> Result<()> {
         let group = self.group.clone();
         let streams = self.shared.consumed(&group, Some(self.lease)).await?;
+        // A stream that was removed from the server is not asked any more.
+        let is_there = |source: &Source| streams.iter().any(|s| s.name == source.stream.name);
+        self.sources.retain(is_there);
         for stream in streams {
             let known = |source: &Source| source.stream.name == stream.name;
             if !self.sources.iter().any(known) {
@@ -348,8 +381,8 @@ impl Reader {
             }
         }
         let mut wanted = Vec::with_capacity(items.len());
-        for item in items {
-            if self.decide(&item).await {
+        for mut item in items {
+            if self.decide(&mut item).await {
                 wanted.push(item);
             }
         }
@@ -374,7 +407,7 @@ impl Reader {
             self.sources.clear();
             return Err(no_group(&group.name));
         }
-        shared.consumed(&group, Some(self.lease)).await.map(drop)
+        self.follow().await
     }
 
     /// Begins with the streams of an ordered group of which this process has everything that is unsettled.
@@ -411,11 +444,12 @@ impl Reader {
     fn item(&self, stream: Arc<StreamHandle>, message: &Message) -> Option<Item> {
         let reply = message.reply.as_ref()?;
         let at = place(reply.as_str())?;
+        let stored_at = Timestamp::from_micros(at.time / 1000);
         let around = Around {
             stream: &stream.name,
             subject: stream.plain(message.subject.as_str()),
             seq: at.seq,
-            time: Timestamp::from_micros(at.time / 1000),
+            time: stored_at,
             dialect: stream.dialect,
             naming: stream.naming,
         };
@@ -427,18 +461,21 @@ impl Reader {
             reply: reply.as_str().into(),
             delivered: at.delivered,
             came: Instant::now(),
+            stored_at,
             lease: self.lease,
             foreign: read.foreign,
+            unhandled: false,
         })
     }
 
     /// Whether a message is for a handler here. Others are acked, or left to other processes.
-    async fn decide(&self, item: &Item) -> bool {
+    async fn decide(&self, item: &mut Item) -> bool {
         let (event, group) = (&item.record.event, &self.group);
         let event_type = event.event_type();
         let handled = self.desk.state.lock().handled.clone();
         let handles = handled.iter().any(|pattern| pattern.matches(event_type));
-        let early = |since: Timestamp| item.record.received_at < since;
+        // By the clock of the server: those of publishers differ.
+        let early = |since: Timestamp| item.stored_at < since;
         let mut passes = !event.is_for(&group.name) || group.record().since.is_some_and(early);
         if !passes {
             let matches = || group.patterns().iter().any(|p| p.matches(event_type));
@@ -457,13 +494,12 @@ impl Reader {
         if handles {
             return true;
         }
-        self.leave(item).await;
-        false
+        self.leave(item).await
     }
 
     /// Leaves an event to processes that have a handler for it. After a long time without any it is a dead
-    /// letter.
-    async fn leave(&self, item: &Item) {
+    /// letter, or handed out to be one.
+    async fn leave(&self, item: &mut Item) -> bool {
         let shared = &self.shared;
         let key = shared.key(&self.group, item);
         let now = Instant::now();
@@ -471,7 +507,12 @@ impl Reader {
             note.uncounted += 1;
             (*note.unhandled.get_or_insert(now), note.uncounted)
         });
-        if now.duration_since(since) >= self.no_handler_after {
+        let waited = now.duration_since(since);
+        if self.hand_out_unhandled.is_some_and(|after| waited >= after) {
+            item.unhandled = true;
+            return true;
+        }
+        if waited >= self.no_handler_after {
             let item = Item {
                 stream: item.stream.clone(),
                 record: item.record.clone(),
@@ -480,15 +521,15 @@ impl Reader {
                 ..*item
             };
             shared.no_handler(&self.group, item, self.number).await;
-            return;
+            return false;
         }
         // The server's count is older than this process: a restart does not make the delays short again.
-        let times = u64::from(times).max(item.delivered);
-        let delay = (LEFT_FIRST * (1 << times.saturating_sub(1).min(16))).min(LEFT_LONGEST);
+        let delay = left_for(u64::from(times).max(item.delivered));
         shared
             .held
             .with_note(key, |note| note.due = Some(now + delay));
         shared.tell(&item.reply, &nak(delay)).await;
+        false
     }
 
     fn put(&self, items: Vec<Item>) {
@@ -541,6 +582,11 @@ impl Reader {
     }
 }
 
+/// How long an event without a handler here is left to others, the n-th time.
+fn left_for(times: u64) -> Duration {
+    (LEFT_FIRST * (1 << times.saturating_sub(1).min(16))).min(LEFT_LONGEST)
+}
+
 /// A negative ack: the server sends the message again after this long.
 pub(crate) fn nak(delay: Duration) -> String {
     match u64::try_from(delay.as_nanos()).unwrap_or(i64::MAX as u64) {
@@ -571,4 +617,23 @@ async fn arrivals(sources: &mut [Source]) -> Vec<(usize, Option<Message>)> {
         }
     })
     .await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: contract/nats-left-to-others: an event that waits a day for a process with its handler is delivered less often than one that is taken for a poison event
+    #[test]
+    fn an_event_is_left_to_others_seldom() {
+        let (mut times, mut waited) = (0, Duration::ZERO);
+        while waited < Duration::from_secs(24 * 3600) {
+            times += 1;
+            waited += left_for(times);
+        }
+        // A store beside the engine draws the line at 40.
+        assert!(times < 39, "{times}");
+        assert_eq!(left_for(1), Duration::from_secs(1));
+        assert_eq!(left_for(4), Duration::from_secs(8));
+    }
 }

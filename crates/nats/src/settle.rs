@@ -142,7 +142,7 @@ impl Shared {
             hold.stream.naming,
             hold.record.received_at,
         )?;
-        let seq = position.place().to_string();
+        let (seq, dead) = (position.place().to_string(), self.space.dead_stream());
         written.subject = self
             .space
             .dead_subject(&hold.stream.short, &hold.group.encoded, &seq);
@@ -169,7 +169,7 @@ impl Shared {
             let mut own = async_nats::HeaderMap::new();
             let id = format!("{} payload", dead_id(hold, died_at));
             own.insert(wire::MESSAGE_ID, id);
-            let ack = self.link.publish(&subject, own, payload).await?;
+            let ack = self.link.publish(&dead, &subject, own, payload).await?;
             if let Some(error) = ack.error {
                 return Err(error.into_error("the payload of a dead letter cannot be stored"));
             }
@@ -177,7 +177,7 @@ impl Shared {
         }
         let ack = self
             .link
-            .publish(&written.subject, written.headers, written.payload)
+            .publish(&dead, &written.subject, written.headers, written.payload)
             .await?;
         if let Some(error) = ack.error {
             return Err(error.into_error("the dead letter cannot be stored"));

@@ -163,6 +163,10 @@ fn reaches(pattern: &Pattern, types: &Pattern) -> bool {
 pub(crate) struct Table {
     pub(crate) routes: Streams,
     pub(crate) streams: Vec<Arc<StreamHandle>>,
+    /// The copies of the streams for groups, dead letters and values: as many as that of any event.
+    pub(crate) copies: u32,
+    /// The weaker durability of groups and dead letters.
+    own: Durability,
 }
 
 impl Table {
@@ -179,10 +183,10 @@ impl Table {
             .ok_or_else(|| Error::new(Code::Internal, format!("the stream {name} has no handle")))
     }
 
-    /// The weakest durability of its streams.
+    /// The weakest durability of its streams, with those of groups and dead letters.
     pub(crate) fn durability(&self) -> Durability {
         let all = self.streams.iter().map(|stream| stream.durability);
-        all.min().unwrap_or(Durability::Process)
+        all.fold(self.own, Ord::min)
     }
 
     /// The shortest time for which a repeated id is recognised.
@@ -210,9 +214,14 @@ pub(crate) async fn declare(
     routes: Streams,
 ) -> Result<Table> {
     let mut streams = Vec::new();
+    let mut copies = options.replicas;
     if routes.is_declared() {
         for stream in &routes {
-            streams.push(Arc::new(declare_one(link, space, options, stream).await?));
+            let others = routes.iter().filter(|other| other.name != stream.name);
+            let others: Vec<&Pattern> = others.flat_map(Stream::patterns).collect();
+            let stream_ = declare_one(link, space, options, stream, others).await?;
+            streams.push(Arc::new(stream_));
+            copies = copies.max(stream.copies.unwrap_or(0));
         }
     } else {
         let subjects = names::single_subjects();
@@ -223,11 +232,18 @@ pub(crate) async fn declare(
             naming: Naming::Single,
             max_age: None,
             copies: options.replicas,
+            of_others: Vec::new(),
         };
         streams.push(Arc::new(ensure(link, space, options, wanted, None).await?));
     }
-    declare_dead(link, space, options, &routes).await?;
-    Ok(Table { routes, streams })
+    let groups = declare_groups(link, space, options, copies).await?;
+    let dead = declare_dead(link, space, options, &routes, copies).await?;
+    Ok(Table {
+        routes,
+        streams,
+        copies,
+        own: groups.min(dead),
+    })
 }
 
 async fn declare_one(
@@ -235,6 +251,7 @@ async fn declare_one(
     space: &Space,
     options: &Options,
     stream: &Stream,
+    others: Vec<&Pattern>,
 ) -> Result<StreamHandle> {
     let dialect = match &stream.dialect {
         Some(name) => name.parse()?,
@@ -255,15 +272,27 @@ async fn declare_one(
         naming: Naming::Declared,
         max_age: stream.max_age,
         copies: stream.copies.unwrap_or(options.replicas),
+        of_others: names::filters(Naming::Declared, others).unwrap_or_default(),
     };
     let types = Some(stream.types().clone());
     ensure(link, space, options, wanted, types).await
 }
 
 /// The stream of the groups.
-pub(crate) async fn declare_groups(link: &Link, space: &Space, options: &Options) -> Result<()> {
-    let (name, subject) = (space.groups_stream(), space.group_subject("*"));
-    own_stream(link, options, &name, &subject, None).await
+pub(crate) async fn declare_groups(
+    link: &Link,
+    space: &Space,
+    options: &Options,
+    copies: u32,
+) -> Result<Durability> {
+    let own = Own {
+        name: space.groups_stream(),
+        subject: space.group_subject("*"),
+        age: None,
+        least_age: None,
+        copies,
+    };
+    own_stream(link, options, own).await
 }
 
 /// The stream of the dead letters.
@@ -272,45 +301,104 @@ async fn declare_dead(
     space: &Space,
     options: &Options,
     routes: &Streams,
-) -> Result<()> {
+    copies: u32,
+) -> Result<Durability> {
     let omni = Streams::omni();
     let is_omni = routes.is_declared() && omni.iter().all(|s| routes.named(&s.name).is_some());
-    let age = is_omni.then_some(DEAD_AGE);
-    let subject = format!("{}dlq.>", space.subject_prefix);
-    own_stream(link, options, &space.dead_stream(), &subject, age).await
+    let own = Own {
+        name: space.dead_stream(),
+        subject: format!("{}dlq.>", space.subject_prefix),
+        age: is_omni.then_some(DEAD_AGE),
+        least_age: Some(DEAD_AGE),
+        copies,
+    };
+    own_stream(link, options, own).await
 }
 
-async fn own_stream(
-    link: &Link,
-    options: &Options,
-    name: &str,
-    subject: &str,
+/// A stream for what Everbus keeps beside events.
+struct Own {
+    name: String,
+    subject: String,
+    /// The age that it is made with.
     age: Option<Duration>,
-) -> Result<()> {
-    if let Some(info) = link.stream(name).await? {
-        return check_own(&info.config, subject);
+    /// The shortest age of one that is there; `None`: it must have no age.
+    least_age: Option<Duration>,
+    copies: u32,
+}
+
+/// Creates the stream, or compares it with what is there. Returns how durable it is.
+async fn own_stream(link: &Link, options: &Options, own: Own) -> Result<Durability> {
+    let found = match link.stream(&own.name).await? {
+        Some(info) => info,
+        None => {
+            let config = json!({
+                "name": own.name,
+                "subjects": [own.subject],
+                "storage": "file",
+                "retention": "limits",
+                "discard": "old",
+                "max_msgs_per_subject": 1,
+                "max_age": own.age.map_or(0, nanos),
+                "num_replicas": own.copies,
+                "allow_direct": true,
+                "metadata": made(),
+            });
+            match link.create_stream(&config).await? {
+                Some(info) => info,
+                // Another process was faster.
+                None => match link.stream(&own.name).await? {
+                    Some(info) => info,
+                    None => return Err(removed_meanwhile(&own.name)),
+                },
+            }
+        }
+    };
+    check_own(&found.config, &own)?;
+    match raise_copies(link, &found.config, own.copies).await? {
+        Some(raised) => Ok(durability_of(&raised.config, options)),
+        None => Ok(durability_of(&found.config, options)),
     }
-    let config = json!({
-        "name": name,
-        "subjects": [subject],
-        "storage": "file",
-        "retention": "limits",
-        "discard": "old",
-        "max_msgs_per_subject": 1,
-        "max_age": age.map_or(0, nanos),
-        "num_replicas": options.replicas,
-        "allow_direct": true,
-        "metadata": { MADE: "1" },
-    });
-    link.create_stream(&config).await.map(drop)
+}
+
+/// The mark of a stream that Everbus makes.
+pub(crate) fn made() -> Value {
+    json!({ MADE: "1" })
+}
+
+/// Gives a stream that Everbus made more copies, if it has fewer. `None`: it was left as it is.
+pub(crate) async fn raise_copies(
+    link: &Link,
+    config: &Value,
+    copies: u32,
+) -> Result<Option<StreamInfo>> {
+    let enough = config["num_replicas"].as_u64().unwrap_or(1) >= u64::from(copies);
+    if enough || !config["metadata"][MADE].is_string() {
+        return Ok(None);
+    }
+    let mut raised = config.clone();
+    raised["num_replicas"] = json!(copies);
+    link.update_stream(&raised).await.map(Some)
+}
+
+fn removed_meanwhile(name: &str) -> Error {
+    let what = format!("the stream {name} is removed and created at the same time");
+    Error::new(Code::Unavailable, what)
 }
 
 /// The shortest age of dead letters: the omni specification keeps them this long.
 const DEAD_AGE: Duration = DAY.saturating_mul(30);
 
 /// A stream for groups or dead letters that exists must keep what is stored in it.
-fn check_own(config: &Value, subject: &str) -> Result<()> {
+fn check_own(config: &Value, own: &Own) -> Result<()> {
     check_keeps(config)?;
+    if config["storage"].as_str() == Some("memory") {
+        return Err(other_settings(
+            config,
+            "it is kept in memory",
+            "recreate it with file storage",
+        ));
+    }
+    let subject = &own.subject;
     let there = texts(&config["subjects"]);
     if !there.iter().any(|known| names::covers(known, subject)) {
         return Err(other_settings(
@@ -320,12 +408,13 @@ fn check_own(config: &Value, subject: &str) -> Result<()> {
         ));
     }
     let age = config["max_age"].as_u64().unwrap_or(0);
-    if age != 0 && age < nanos(DEAD_AGE) {
-        return Err(other_settings(
-            config,
-            &format!("it deletes messages after {:?}", Duration::from_nanos(age)),
-            "give it no max_age, or thirty days at least",
-        ));
+    if age != 0 && own.least_age.is_none_or(|least| age < nanos(least)) {
+        let hint = match own.least_age {
+            None => "give it no max_age",
+            Some(_) => "give it no max_age, or thirty days at least",
+        };
+        let what = format!("it deletes messages after {:?}", Duration::from_nanos(age));
+        return Err(other_settings(config, &what, hint));
     }
     Ok(())
 }
@@ -380,6 +469,8 @@ struct Wanted<'a> {
     naming: Naming,
     max_age: Option<Duration>,
     copies: u32,
+    /// The subjects of the other streams of the table.
+    of_others: Vec<String>,
 }
 
 fn nanos(duration: Duration) -> u64 {
@@ -428,8 +519,7 @@ async fn ensure(
         }
     };
     let Some(mut info) = info else {
-        let what = format!("the stream {name} is removed and created at the same time");
-        return Err(Error::new(Code::Unavailable, what));
+        return Err(removed_meanwhile(&name));
     };
     if let Some(changed) = changes(space, &info, &subjects, &wanted, options)? {
         info = link.update_stream(&changed).await?;
@@ -488,7 +578,25 @@ fn changes(
         );
     }
     let mut new = config.clone();
-    if ours && sorted(&there) != sorted(subjects) {
+    // Subjects that are not declared here stay: a newer version may have declared them. Only another stream of
+    // this table takes them.
+    let taken = |known: &String| {
+        let mut others = wanted.of_others.iter();
+        others.any(|other| names::overlap(&format!("{}{other}", space.subject_prefix), known))
+    };
+    // The server takes no subjects that overlap unless one covers the other, where the wider one is enough.
+    let clashes = |known: &String| {
+        let apart = |one: &str, other: &str| {
+            !names::overlap(one, other) || names::covers(one, other) || names::covers(other, one)
+        };
+        !subjects.iter().all(|subject| apart(subject, known))
+    };
+    let kept = there
+        .iter()
+        .filter(|known| !taken(known) && !clashes(known));
+    let kept: Vec<String> = kept.cloned().collect();
+    let subjects = names::union(&kept, subjects);
+    if ours && sorted(&there) != sorted(&subjects) {
         new["subjects"] = json!(subjects);
     }
     let age = config["max_age"].as_u64().unwrap_or(0);
@@ -549,6 +657,16 @@ fn sorted(texts: &[String]) -> Vec<&String> {
     all
 }
 
+fn durability_of(config: &Value, options: &Options) -> Durability {
+    let replicas = config["num_replicas"].as_u64().unwrap_or(1);
+    match config["storage"].as_str() {
+        Some("memory") if replicas < 3 => Durability::Memory,
+        _ if replicas >= 3 => Durability::Replicated,
+        _ if options.synced => Durability::PowerLoss,
+        _ => Durability::Process,
+    }
+}
+
 fn handle(
     space: &Space,
     name: String,
@@ -572,13 +690,6 @@ fn handle(
         (None, Some("single")) => Naming::Single,
         (None, _) => Naming::Declared,
     };
-    let replicas = config["num_replicas"].as_u64().unwrap_or(1);
-    let durability = match config["storage"].as_str() {
-        Some("memory") if replicas < 3 => Durability::Memory,
-        _ if replicas >= 3 => Durability::Replicated,
-        _ if options.synced => Durability::PowerLoss,
-        _ => Durability::Process,
-    };
     Ok(StreamHandle {
         shard: Shard::named(&short)?,
         name,
@@ -589,7 +700,7 @@ fn handle(
         subjects: texts(&config["subjects"]),
         types,
         atomic: config["allow_atomic"].as_bool() == Some(true),
-        durability,
+        durability: durability_of(config, options),
         window: Duration::from_nanos(config["duplicate_window"].as_u64().unwrap_or(0)),
         max_age: config["max_age"]
             .as_u64()

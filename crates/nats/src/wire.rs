@@ -176,8 +176,7 @@ fn of_others(
 ) -> Read {
     let read = match around.dialect {
         Dialect::Native => {
-            let place = format!("{}:{}", around.stream, around.seq);
-            let id = EventId::from_foreign(around.stream, message_id.unwrap_or(&place));
+            let id = foreign_id(around, message_id);
             Event::builder(subject_type.clone())
                 .id(id)
                 .occurred_at(around.time)
@@ -205,6 +204,19 @@ fn of_others(
     }
 }
 
+/// The id of a message without an event's id: its own, or its place. The time is a part of the place, because a
+/// stream that is removed and created again counts from one.
+fn foreign_id(around: Around<'_>, message_id: Option<&str>) -> EventId {
+    let place = || {
+        let Around {
+            stream, seq, time, ..
+        } = around;
+        format!("{stream}:{seq}:{}", time.as_micros())
+    };
+    let name = message_id.map_or_else(place, str::to_owned);
+    EventId::from_foreign(around.stream, &name)
+}
+
 /// The raw bytes as an event.
 fn raw(
     around: Around<'_>,
@@ -212,8 +224,7 @@ fn raw(
     subject_type: String,
     payload: &Bytes,
 ) -> Event {
-    let place = format!("{}:{}", around.stream, around.seq);
-    let id = EventId::from_foreign(around.stream, message_id.unwrap_or(&place));
+    let id = foreign_id(around, message_id);
     let attributes = Attributes {
         content_type: Some("application/octet-stream".to_owned()),
         source: Some(format!("nats:{}", around.stream)),
@@ -296,6 +307,14 @@ mod tests {
             assert_eq!(read_.event.payload(), &garbage);
             let again = read(around(dialect, "message.received"), None, &garbage);
             assert_eq!(read_.event.id(), again.event.id(), "always the same id");
+            let mut later = around(dialect, "message.received");
+            later.time = Timestamp::from_micros(6);
+            let later = read(later, None, &garbage);
+            assert_ne!(
+                read_.event.id(),
+                later.event.id(),
+                "in another stream of the name"
+            );
         }
         let plain = Bytes::from_static(b"{\"a\":1}");
         let read_ = read(around(Dialect::Native, "message.received"), None, &plain);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{Clock, Code, Error, Result, SystemClock};
-use tokio_postgres::config::SslMode;
+use tokio_postgres::config::{SslMode, TargetSessionAttrs};
 
 /// The options of the engine, beside those in its URL:
 /// `postgres://user:password@host:port/database?setting=value&…`.
@@ -19,7 +19,9 @@ use tokio_postgres::config::SslMode;
 /// | `pooler` | | `transaction` if a pooler in transaction mode is between |
 /// | `direct_url` | | the URL of the server behind the pooler, with its special characters encoded |
 ///
-/// Other settings are those of `tokio_postgres`, such as `connect_timeout` and `target_session_attrs`.
+/// Several hosts are separated by commas (`postgres://me@a:5432,b:5432/shop`): the one that takes writes is used,
+/// and after a failover the new one. Other settings are those of `tokio_postgres`, such as `connect_timeout` and
+/// `target_session_attrs` (`read-write` unless the URL says otherwise).
 /// Over a network that others share, use `verify-full`: the other modes can be read or changed on the way.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -173,6 +175,15 @@ impl Target {
             return Err(bad("the URL names no user"));
         }
         target.config.ssl_mode(ssl);
+        // Of several hosts only the primary is used, and after a failover the new one.
+        if !kept
+            .iter()
+            .any(|pair| pair.starts_with("target_session_attrs="))
+        {
+            target
+                .config
+                .target_session_attrs(TargetSessionAttrs::ReadWrite);
+        }
         if target.config.get_connect_timeout().is_none() {
             target
                 .config

@@ -99,23 +99,41 @@ impl PgConsumer {
         Ok(None)
     }
 
-    /// Everything that was claimed and not returned.
-    async fn unfetched(&mut self) -> Vec<Lease> {
-        if let Some(running) = self.running.take()
-            && let Ok(Ok(looked)) = running.await
-        {
-            let until = looked.until;
-            self.mailbox
-                .extend(looked.deliveries.into_iter().map(|d| (d, until)));
+    /// Gives back what was claimed and not returned, in a task that goes on when its caller is dropped. `None`: there
+    /// is nothing, or no runtime.
+    fn return_unfetched(&mut self) -> Option<JoinHandle<Result<()>>> {
+        if self.mailbox.is_empty() && self.running.is_none() {
+            return None;
         }
-        let unfetched = self.mailbox.drain(..);
-        unfetched.map(|(delivery, _)| delivery.lease).collect()
+        let runtime = tokio::runtime::Handle::try_current().ok()?;
+        let (mailbox, running) = (std::mem::take(&mut self.mailbox), self.running.take());
+        let engine = self.engine.clone();
+        let returning = self.engine.returning.begin();
+        Some(runtime.spawn(async move {
+            let leases: Vec<Lease> = mailbox.into_iter().map(|(d, _)| d.lease).collect();
+            let mut given = give_back(&engine, &leases).await;
+            // A look begins only when nothing is on its way back, so nothing may be while it is waited for.
+            drop(returning);
+            if let Some(running) = running
+                && let Ok(Ok(looked)) = running.await
+            {
+                let _returning = engine.returning.begin();
+                let leases: Vec<Lease> = looked.deliveries.into_iter().map(|d| d.lease).collect();
+                given = given.and(give_back(&engine, &leases).await);
+            }
+            if let Err(error) = &given {
+                tracing::warn!(target: "everbus::postgres", %error, "events come again when their leases end");
+            }
+            given
+        }))
     }
+}
 
-    async fn return_unfetched(&mut self) -> Result<()> {
-        let unfetched = self.unfetched().await;
-        give_back(&self.engine, &unfetched).await
-    }
+/// Waits until claims are given back.
+async fn returned(task: Option<JoinHandle<Result<()>>>) -> Result<()> {
+    let Some(task) = task else { return Ok(()) };
+    let ended = task.await;
+    ended.map_err(|e| Error::new(Code::Internal, "giving events back failed").caused_by(e))?
 }
 
 impl Consumer for PgConsumer {
@@ -156,7 +174,7 @@ impl Consumer for PgConsumer {
 
     fn pause(&mut self) -> BoxFuture<'_, Result<()>> {
         self.engine.seats.set_prefetch(self.asking.seat, 0);
-        Box::pin(self.return_unfetched())
+        Box::pin(returned(self.return_unfetched()))
     }
 
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
@@ -169,7 +187,7 @@ impl Consumer for PgConsumer {
         Box::pin(async move {
             self.closed = true;
             self.engine.seats.remove(self.asking.seat);
-            let done = self.return_unfetched().await;
+            let done = returned(self.return_unfetched()).await;
             // Others may take what this consumer would have taken.
             self.engine.bell.ring();
             done
@@ -184,26 +202,6 @@ impl Drop for PgConsumer {
         }
         self.engine.seats.remove(self.asking.seat);
         self.engine.bell.ring_here();
-        if self.mailbox.is_empty() && self.running.is_none() {
-            return;
-        }
-        let Ok(runtime) = tokio::runtime::Handle::try_current() else {
-            return;
-        };
-        let (mailbox, running) = (std::mem::take(&mut self.mailbox), self.running.take());
-        let engine = self.engine.clone();
-        let returning = self.engine.returning.begin();
-        runtime.spawn(async move {
-            let mut leases: Vec<Lease> = mailbox.into_iter().map(|(d, _)| d.lease).collect();
-            if let Some(running) = running
-                && let Ok(Ok(looked)) = running.await
-            {
-                leases.extend(looked.deliveries.into_iter().map(|d| d.lease));
-            }
-            if let Err(error) = give_back(&engine, &leases).await {
-                tracing::warn!(target: "everbus::postgres", %error, "events come again when their leases end");
-            }
-            drop(returning);
-        });
+        self.return_unfetched();
     }
 }

@@ -9,6 +9,7 @@ use std::task::Poll;
 use everbus_core::{BoxFuture, Code, Effect, EffectResult, Error, Event, Result};
 use parking_lot::Mutex;
 
+use crate::errors::Refused;
 use crate::pool::{Sql as _, Tx};
 use crate::rows::get;
 
@@ -154,7 +155,8 @@ fn failed(cause: Box<dyn StdError + Send + Sync>) -> Error {
 fn passing(cause: &(dyn StdError + 'static)) -> Option<Error> {
     let mut next = Some(cause);
     while let Some(error) = next {
-        if let Some(found) = error.downcast_ref::<tokio_postgres::Error>() {
+        let refused = error.downcast_ref::<Refused>().map(|refused| &refused.0);
+        if let Some(found) = refused.or_else(|| error.downcast_ref::<tokio_postgres::Error>()) {
             let closed = found.is_closed();
             let state = found.code().map_or("", |state| state.code());
             let conflict = matches!(state, "40001" | "40P01");

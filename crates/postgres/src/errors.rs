@@ -1,7 +1,40 @@
 //! Errors of the server and of the connection, mapped to codes of the bus.
 
+use std::fmt;
+
 use everbus_core::{Code, Error};
 use tokio_postgres::error::SqlState;
+
+/// An error of the server as a cause. The server's details are left out: they may have the values of a row, and so
+/// payloads.
+pub(crate) struct Refused(pub(crate) tokio_postgres::Error);
+
+impl fmt::Display for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.as_db_error() {
+            Some(db) => write!(f, "{} ({})", db.message(), db.code().code()),
+            None => self.0.fmt(f),
+        }
+    }
+}
+
+impl fmt::Debug for Refused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl std::error::Error for Refused {}
+
+/// Whether an answer shows that the server behind a connection takes no writes any more, so that another one has to
+/// be looked for: it became a replica, or read-only. Prepared statements that a migration outdated count too.
+pub(crate) fn is_outdated(error: &tokio_postgres::Error) -> bool {
+    let states = [
+        &SqlState::READ_ONLY_SQL_TRANSACTION,
+        &SqlState::FEATURE_NOT_SUPPORTED,
+    ];
+    error.code().is_some_and(|state| states.contains(&state))
+}
 
 /// Maps an error. `doing` says which step failed. Nothing was done, unless the caller says otherwise.
 pub(crate) fn from_pg(doing: &str, error: tokio_postgres::Error) -> Error {
@@ -10,10 +43,10 @@ pub(crate) fn from_pg(doing: &str, error: tokio_postgres::Error) -> Error {
     };
     let (code, hint) = classify(db.code());
     let mut message = format!("{doing}: {}", db.message());
-    if let Some(detail) = db.detail().filter(|_| code == Code::Internal) {
-        message = format!("{message} ({detail})");
+    if let Some(constraint) = db.constraint().filter(|_| code == Code::Internal) {
+        message = format!("{message} ({constraint})");
     }
-    let error = Error::new(code, message).caused_by(error);
+    let error = Error::new(code, message).caused_by(Refused(error));
     if hint.is_empty() {
         error
     } else {
@@ -40,9 +73,10 @@ fn classify(state: &SqlState) -> (Code, &'static str) {
             Code::ReadOnly,
             "the user needs CREATE on the database once, then all rights on the schema of Everbus",
         ),
-        SqlState::READ_ONLY_SQL_TRANSACTION => (
-            Code::ReadOnly,
-            "this is a read replica or a read-only database: name the primary in the URL",
+        SqlState::READ_ONLY_SQL_TRANSACTION | SqlState::FEATURE_NOT_SUPPORTED => (
+            Code::Unavailable,
+            "the server has become a read replica or read-only: the bus looks for the primary among the hosts of \
+             its URL",
         ),
         SqlState::TOO_MANY_CONNECTIONS => (
             Code::Unavailable,
@@ -92,7 +126,13 @@ const UNAVAILABLE: &str =
 fn from_client(doing: &str, error: tokio_postgres::Error) -> Error {
     let cause = std::error::Error::source(&error).map(ToString::to_string);
     let text = error.to_string();
-    // The library has no kinds that could be asked for.
+    // By the words of the library, which has no kinds that could be asked for.
+    if cause.as_deref() == Some("database does not allow writes") {
+        let what = format!("{doing}: the server is a read replica or takes no writes");
+        return Error::new(Code::ReadOnly, what)
+            .hint("name the primary in the URL; several hosts are separated by commas")
+            .caused_by(error);
+    }
     let conversion =
         text.starts_with("error serializing") || text.starts_with("error deserializing");
     let message = match cause {

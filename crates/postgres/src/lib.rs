@@ -22,7 +22,12 @@
 //! promotion of an asynchronous standby that had not received the names of its types, its events are taken for
 //! damaged and dead-lettered until it is opened again.
 //!
-//! Limits: an ordered group sets up to 200,000 events aside behind retries of their keys; with more, the
+//! Limits: the attempt of a first delivery is durable with the claim, whose commit does not wait for the disk. An event
+//! whose handler takes the machine of the database down within that time (about 0.6 s by default) is handed out as
+//! attempt 1 again. Leases are compared by the clocks of the engines: those of workers must not differ by more than a
+//! part of a lease, or events are handed out twice.
+//!
+//! An ordered group sets up to 200,000 events aside behind retries of their keys; with more, the
 //! events of other keys wait too. An effect has as long as [`Options::patience`]. Through a pooler in
 //! transaction mode, settings and locks of the session that an effect leaves stay on the pooler's connection.
 
@@ -230,7 +235,7 @@ async fn check_server(conn: &Pooled) -> Result<()> {
     let row = conn.one("looking at the server", sql, &[]).await?;
     if rows::get::<bool>(&row, 0)? {
         return Err(Error::new(Code::ReadOnly, "the server is a read replica")
-            .hint("name the primary in the URL, or add target_session_attrs=read-write"));
+            .hint("name the primary in the URL, without target_session_attrs"));
     }
     if rows::get::<i32>(&row, 1)? < 140_000 {
         let version: &str = rows::get(&row, 2)?;

@@ -25,7 +25,7 @@ use tokio_postgres::types::Type;
 use tokio_postgres::{Client, IsolationLevel, Row, Statement};
 
 use crate::config::{Target, Tls};
-use crate::errors::{from_pg, is_conflict, too_slow};
+use crate::errors::{from_pg, is_conflict, is_outdated, too_slow};
 pub(crate) use crate::params::{Param, Params};
 use crate::tls::Connector;
 
@@ -138,7 +138,7 @@ pub(crate) struct Kept {
     patience: Duration,
     /// `None`: through a pooler each transaction has another connection, which knows no statements.
     statements: Option<Mutex<HashMap<Box<str>, Statement>>>,
-    /// An answer did not come, so that the next answer might be that one.
+    /// An answer did not come, so that the next answer might be that one, or the server takes no writes any more.
     broken: AtomicBool,
     /// Statements of a handler ran on it, which may have left settings, roles or locks.
     lent_out: AtomicBool,
@@ -146,8 +146,13 @@ pub(crate) struct Kept {
 
 /// Undoes what statements of an effect may have left on a connection, but for prepared statements.
 const CLEAN: &str = "CLOSE ALL; SET SESSION AUTHORIZATION DEFAULT; RESET ALL; UNLISTEN *;
-    SELECT pg_catalog.pg_advisory_unlock_all(); DISCARD TEMP; DISCARD SEQUENCES;
-    SET plan_cache_mode = force_custom_plan";
+    SELECT pg_catalog.pg_advisory_unlock_all(); DISCARD TEMP; DISCARD SEQUENCES;";
+
+/// Settings of every session that is not a pooler's. A plan that was made while a table was small would be kept
+/// when it is large. Statements outside of transactions must see what was committed before them, whatever the
+/// default of the database is.
+const SETTINGS: &str = "SET plan_cache_mode = force_custom_plan;
+    SET default_transaction_isolation = 'read committed'";
 
 impl Kept {
     /// The statement with the name of the schema. Statements are written for the schema `everbus`.
@@ -188,7 +193,12 @@ impl Kept {
         run: impl Future<Output = Result<T, tokio_postgres::Error>>,
     ) -> Result<T> {
         match tokio::time::timeout(self.patience, run).await {
-            Ok(answer) => answer.map_err(|e| from_pg(doing, e)),
+            Ok(answer) => answer.map_err(|e| {
+                if is_outdated(&e) {
+                    self.broken.store(true, Ordering::Relaxed);
+                }
+                from_pg(doing, e)
+            }),
             Err(_) => {
                 self.broken.store(true, Ordering::Relaxed);
                 Err(too_slow(doing, self.patience))
@@ -233,6 +243,13 @@ impl Conn {
             inner,
             kept: &self.kept,
         })
+    }
+
+    /// Undoes what statements of an effect may have left.
+    async fn clean(&self) -> Result<()> {
+        let doing = "cleaning a connection";
+        self.batch(doing, CLEAN).await?;
+        self.batch(doing, SETTINGS).await
     }
 
     fn is_usable(&self) -> bool {
@@ -341,9 +358,7 @@ pub(crate) async fn connect(
         })?;
     let conn = Conn::new(client, target, patience);
     if !target.pooled {
-        // A plan that was made while a table was small would be kept when it is large.
-        conn.batch(doing, "SET plan_cache_mode = force_custom_plan")
-            .await?;
+        conn.batch(doing, SETTINGS).await?;
     }
     Ok((conn, notifications))
 }
@@ -377,6 +392,8 @@ pub(crate) struct Pool {
     idle: Arc<Mutex<Vec<Conn>>>,
     places: Arc<Semaphore>,
     closed: Arc<AtomicBool>,
+    /// A server that takes writes was there once.
+    found_primary: AtomicBool,
 }
 
 impl Pool {
@@ -387,6 +404,7 @@ impl Pool {
             patience,
             idle: Arc::default(),
             closed: Arc::default(),
+            found_primary: AtomicBool::new(false),
         }
     }
 
@@ -418,8 +436,12 @@ impl Pool {
                 return Err(Error::shutdown());
             }
             match connect(&self.target, self.patience).await {
-                Ok((conn, _)) => return Ok(self.lend(conn, place)),
+                Ok((conn, _)) => {
+                    self.found_primary.store(true, Ordering::Relaxed);
+                    return Ok(self.lend(conn, place));
+                }
                 Err(error) => {
+                    let error = self.while_failing_over(error);
                     let over = began.elapsed() + pause >= self.patience;
                     if !error.class().may_repeat() || over {
                         return Err(error);
@@ -429,6 +451,15 @@ impl Pool {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
+    }
+
+    /// A pool that had a primary waits for the next one while there are only replicas.
+    fn while_failing_over(&self, error: Error) -> Error {
+        if error.code() != Code::ReadOnly || !self.found_primary.load(Ordering::Relaxed) {
+            return error;
+        }
+        Error::new(Code::Unavailable, error.message())
+            .hint("the bus goes on by itself once one of the hosts of its URL is a primary")
     }
 
     fn lend(&self, conn: Conn, place: OwnedSemaphorePermit) -> Pooled {
@@ -489,7 +520,7 @@ impl Drop for Pooled {
             };
             let (idle, closed, place) = (self.idle.clone(), self.closed.clone(), self.place.take());
             runtime.spawn(async move {
-                let clean = pooled || conn.batch("cleaning a connection", CLEAN).await.is_ok();
+                let clean = pooled || conn.clean().await.is_ok();
                 conn.kept.lent_out.store(false, Ordering::Relaxed);
                 if clean && !closed.load(Ordering::Relaxed) {
                     idle.lock().push(conn);

@@ -6,14 +6,18 @@ use crate::pool::{Conn, Sql as _};
 use crate::rows::get;
 
 /// Each migration in order: the version that it leads to is its place in the list, from 1.
-const MIGRATIONS: &[&[&str]] = &[&[
-    include_str!("sql/broker.sql"),
-    include_str!("sql/claim.sql"),
-    include_str!("sql/views.sql"),
-    include_str!("sql/outbox.sql"),
-    include_str!("sql/store.sql"),
-    include_str!("sql/audit.sql"),
-]];
+const MIGRATIONS: &[&[&str]] = &[
+    &[
+        include_str!("sql/broker.sql"),
+        include_str!("sql/claim.sql"),
+        include_str!("sql/views.sql"),
+        include_str!("sql/outbox.sql"),
+        include_str!("sql/store.sql"),
+        include_str!("sql/audit.sql"),
+    ],
+    // Claims under another isolation than read committed, and after another server took over.
+    &[include_str!("sql/claim.sql")],
+];
 
 /// The version of the tables that this engine uses.
 pub(crate) const VERSION: usize = MIGRATIONS.len();

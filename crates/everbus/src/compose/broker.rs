@@ -228,8 +228,11 @@ impl BrokerLayer for Beside {
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
         Box::pin(async move {
             let lease = options.lease;
-            // A dead letter that the broker made by itself would be missing in the store.
+            // A dead letter that the broker made by itself would be missing in the store: an event without a
+            // handler comes with a failure that says so, and dies here.
+            let unhandled = options.no_handler_after;
             let mut options = options.no_handler_after(Duration::MAX);
+            options.hand_out_unhandled = Some(unhandled);
             if !self.shared.offers.native_delay {
                 // Events that wait here are unsettled. They must not count against the concurrency of the
                 // consumer.

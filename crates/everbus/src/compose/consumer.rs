@@ -148,8 +148,9 @@ const TWINS_WAIT: Duration = Duration::from_millis(50);
 
 /// An event that was delivered this often without an outcome is taken for a poison event that kills its
 /// process. A broker's delivery count also includes deliveries that were given back, so a smaller count
-/// proves nothing.
-const UNEXPLAINED: u32 = 20;
+/// proves nothing: NATS counts each time that a process without a handler leaves an event to others, about 35
+/// times until it is given up after a day.
+const UNEXPLAINED: u32 = 40;
 
 /// Adds the failures of earlier attempts and sets the attempt number from them: a broker's delivery count
 /// is not an attempt count. If the broker counts attempts, a first attempt has no earlier failures, and the
@@ -174,17 +175,17 @@ async fn with_failures(
         let begun = kept.last().map_or(0, |last| last.attempt);
         let mut crashes = std::mem::take(&mut delivery.failures);
         delivery.failures = kept;
-        // Only the broker knows that it could not read the event.
-        let corrupt: Vec<Failure> = crashes
-            .extract_if(.., |f| f.kind == FailureKind::Corrupt)
-            .collect();
+        // Only the broker knows that it could not read the event, and that no process has a handler for it.
+        let is_final =
+            |f: &Failure| matches!(f.kind, FailureKind::Corrupt | FailureKind::NoHandler);
+        let last: Vec<Failure> = crashes.extract_if(.., |f| is_final(f)).collect();
         if exact {
             // Only the broker knows of attempts that ended with their process.
             let crashes = crashes.into_iter().filter(|f| f.kind == FailureKind::Crash);
             delivery.failures.extend(crashes);
             delivery.failures.sort_by_key(|failure| failure.attempt);
             delivery.attempt = delivery.attempt.max(begun + 1);
-        } else if delivery.attempt > begun.saturating_add(UNEXPLAINED) {
+        } else if last.is_empty() && delivery.attempt > begun.saturating_add(UNEXPLAINED) {
             let (count, now) = (delivery.attempt - 1, shared.clock.now());
             let text = format!("delivered {count} times, {begun} of them with an outcome");
             let mut crash = Failure::new(count, now, FailureKind::Crash, text);
@@ -193,7 +194,7 @@ async fn with_failures(
         } else {
             delivery.attempt = begun + 1;
         }
-        delivery.failures.extend(corrupt);
+        delivery.failures.extend(last);
     }
     Ok(batch)
 }

@@ -8,6 +8,7 @@
 
 mod bad_input;
 mod beside;
+mod changes;
 mod conformance;
 mod dialects;
 mod drops;

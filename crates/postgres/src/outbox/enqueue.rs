@@ -8,7 +8,7 @@ use tokio_postgres::GenericClient;
 use tokio_postgres::error::SqlState;
 use tokio_postgres::types::{ToSql, Type};
 
-use crate::errors::from_pg;
+use crate::errors::{Refused, from_pg};
 use crate::rows::storable;
 
 /// The values of a row, in the order of [`insert_sql`]. Any client of PostgreSQL can send them.
@@ -83,8 +83,8 @@ pub(super) async fn insert<C: GenericClient + Sync>(
 /// The error of an insert, for the clients that report one with a code of the server.
 fn refused(event: &Event, error: tokio_postgres::Error) -> Error {
     match error.code() {
-        Some(&SqlState::UNIQUE_VIOLATION) => taken(event).caused_by(error),
-        Some(&SqlState::UNDEFINED_TABLE) => no_table().caused_by(error),
+        Some(&SqlState::UNIQUE_VIOLATION) => taken(event).caused_by(Refused(error)),
+        Some(&SqlState::UNDEFINED_TABLE) => no_table().caused_by(Refused(error)),
         _ => from_pg("writing to the outbox", error),
     }
 }

@@ -3,6 +3,8 @@
 -- ended) is done by statements of the engine, in longer transactions.
 --
 -- The plans are made once per connection, whatever the statistics say: every table is read through its index.
+--
+-- This file is applied again by each migration that changes a function, so it replaces what is there.
 
 -- Claims new events of a group. The first row of the answer has the columns that begin with o_, the others
 -- have the events. o_status:
@@ -17,7 +19,7 @@
 -- A claim need not survive a crash of the server, so that its commit does not wait for the disk: without it the
 -- events are handed out again, and who holds the lease is refused. An ack that was answered does survive, and the
 -- claim with it, which was written before.
-CREATE FUNCTION everbus.claim_new(
+CREATE OR REPLACE FUNCTION everbus.claim_new(
   of_group bigint, at bigint, for_owner bigint, new_token bigint, lease_until bigint,
   patterns text[], ours integer[], unwanted integer[], archive boolean,
   room bigint, most_bytes bigint, lazy bigint, most_pieces bigint,
@@ -44,6 +46,13 @@ DECLARE
   hi bigint;
   not_ours int8multirange := '{}';
 BEGIN
+  -- The horizon reads what is true now. With a snapshot of the start of the call, the log would lack events that
+  -- were committed meanwhile, and the cursor would pass them.
+  IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+    o_status := 2;
+    RETURN NEXT;
+    RETURN;
+  END IF;
   -- First without a lock: usually there is nothing to do, and then nothing is written.
   FOR pass IN 1..2 LOOP
     IF pass = 2 THEN
@@ -78,7 +87,8 @@ BEGIN
       o_pending := e.now_pending;
       o_holders := e.now_holders;
       o_server := e.now_server;
-      IF e.newest < g.cursor THEN
+      -- In another run of the server, ours and unwanted may have other numbers.
+      IF e.newest < g.cursor OR (server <> '' AND e.now_server IS DISTINCT FROM server) THEN
         RETURN NEXT;
         RETURN;
       END IF;
@@ -150,7 +160,7 @@ $$;
 
 -- Writes acks of events in claims, and returns the claims whose acks were written. A claim is left alone if its
 -- lease has ended, or if not all of its events are in flight. Tokens come in order, as everywhere.
-CREATE FUNCTION everbus.ack(tokens bigint[], groups bigint[], acked text[], at bigint, for_owner bigint)
+CREATE OR REPLACE FUNCTION everbus.ack(tokens bigint[], groups bigint[], acked text[], at bigint, for_owner bigint)
 RETURNS bigint[] LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off

@@ -81,6 +81,32 @@ async fn what_cannot_be_used_is_refused_with_a_hint() {
     assert_eq!(away.code(), Code::Unavailable);
 }
 
+// conformance: engines/postgres-migration: a database of an earlier version is brought to this one when it is opened
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_earlier_version_is_updated() {
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
+    let url = server.fresh_database();
+    let engine = everbus_postgres::open(&url, brief()).await.unwrap();
+    engine.broker.close().await.unwrap();
+    let version = "SELECT value FROM everbus.meta WHERE key = 'schema_version'";
+    let newest = server.sql_at(&url, version);
+    let claim = "SELECT prosrc FROM pg_proc WHERE proname = 'claim_new'";
+    let function = server.sql_at(&url, claim);
+    // The first version had another body.
+    server.sql_at(
+        &url,
+        "UPDATE everbus.meta SET value = '1' WHERE key = 'schema_version';
+         UPDATE pg_proc SET prosrc = 'BEGIN END' WHERE proname = 'claim_new'",
+    );
+    let engine = everbus_postgres::open(&url, brief()).await.unwrap();
+    engine.broker.close().await.unwrap();
+    assert_eq!(server.sql_at(&url, version), newest);
+    assert_eq!(server.sql_at(&url, claim), function);
+}
+
 // conformance: engines/postgres-bad-input: a wrong password is told as such
 // needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

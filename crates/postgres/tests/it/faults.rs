@@ -10,7 +10,7 @@ use everbus_core::{
 };
 use everbus_postgres::Options;
 use everbus_testkit::faults::{Place, Plan, Subject, campaign, late_ack};
-use everbus_testkit::servers::{Postgres, Proxy};
+use everbus_testkit::servers::{Postgres, Proxy, free_port};
 
 use crate::support::{event, group, options};
 
@@ -198,5 +198,96 @@ async fn a_server_that_is_away_is_waited_for() {
     };
     let rest = tokio::time::timeout(Duration::from_secs(60), rest);
     assert_eq!(rest.await.unwrap(), [0, 3]);
+    engine.broker.close().await.unwrap();
+}
+
+// conformance: engines/postgres-failover: after a failover to another host of the URL, publishers and consumers go on there, although the old server is back as a replica
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_failover_is_waited_out() {
+    let Some(server) = Postgres::start() else {
+        return;
+    };
+    let port = free_port();
+    let one = format!("127.0.0.1:{}", server.port());
+    let both = format!("{one},127.0.0.1:{port}");
+    let url = server.fresh_database().replace(&one, &both);
+    let engine = everbus_postgres::open(&url, options(Arc::new(SystemClock)));
+    let engine = engine.await.unwrap();
+    engine.broker.declare(group("g")).await.unwrap();
+    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
+    let mut consumer = engine
+        .broker
+        .consume(GroupName::new("g").unwrap(), wanted)
+        .await
+        .unwrap();
+    engine.broker.append(vec![event(1)]).await.unwrap();
+    let next = server.fail_over(port);
+    let appended = engine.broker.append(vec![event(2)]).await.unwrap();
+    assert!(appended.iter().all(Result::is_ok), "{appended:?}");
+    let all = async {
+        let mut bodies = std::collections::BTreeSet::new();
+        while bodies.len() < 2 {
+            // An error is that of a connection to the server before.
+            let Ok(batch) = consumer.fetch(10).await else {
+                continue;
+            };
+            for delivery in batch {
+                bodies.insert(delivery.record.event.json::<u32>().unwrap());
+                let ack = Settlement::new(delivery.lease, Verdict::Ack);
+                engine
+                    .broker
+                    .settle(vec![ack])
+                    .await
+                    .unwrap()
+                    .remove(0)
+                    .unwrap();
+            }
+        }
+        bodies
+    };
+    let all = tokio::time::timeout(Duration::from_secs(60), all);
+    assert_eq!(all.await.unwrap(), [1, 2].into());
+    engine.broker.close().await.unwrap();
+    drop(next);
+}
+
+// conformance: engines/postgres-dropped-pause: the claims of a pause or close whose future is dropped are given back at once, without an attempt
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dropped_pause_gives_its_claims_back() {
+    let Some(url) = crate::support::fresh_schema() else {
+        return;
+    };
+    let engine = crate::support::open(&url).await;
+    engine.broker.declare(group("g")).await.unwrap();
+    engine.broker.append(vec![event(1)]).await.unwrap();
+    // Longer than the test waits.
+    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
+    let wanted = wanted.lease(Duration::from_secs(3600));
+    let mut consumer = engine
+        .broker
+        .consume(GroupName::new("g").unwrap(), wanted)
+        .await
+        .unwrap();
+    let (base, schema) = url.split_once("?schema=").unwrap();
+    let schema = schema.split('&').next().unwrap();
+    let no_tls = everbus_postgres::tokio_postgres::NoTls;
+    let connected = everbus_postgres::tokio_postgres::connect(base, no_tls).await;
+    let (blocker, connection) = connected.unwrap();
+    tokio::spawn(connection);
+    let lock = format!("BEGIN; SELECT 1 FROM {schema}.groups FOR UPDATE");
+    blocker.batch_execute(&lock).await.unwrap();
+    // The claim waits for the group, and with it the pause.
+    let brief = Duration::from_millis(300);
+    let fetched = tokio::time::timeout(brief, consumer.fetch(1)).await;
+    assert!(fetched.is_err(), "{fetched:?}");
+    let paused = tokio::time::timeout(brief, consumer.pause()).await;
+    assert!(paused.is_err(), "{paused:?}");
+    blocker.batch_execute("COMMIT").await.unwrap();
+    consumer.resume(10).await.unwrap();
+    let fetched = tokio::time::timeout(Duration::from_secs(60), consumer.fetch(1)).await;
+    let fetched = fetched.expect("it is given back").unwrap();
+    assert_eq!(fetched[0].attempt, 1, "{fetched:?}");
     engine.broker.close().await.unwrap();
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use everbus::Bus;
-use everbus_core::{DeadLetterFilter, EventId, PageRequest};
+use everbus_core::{DeadLetterFilter, EventId, GroupInfo, PageRequest};
 use tokio::task::{JoinHandle, block_in_place};
 
 use super::publisher::{Published, publish};
@@ -296,7 +296,36 @@ impl Campaign<'_> {
             }
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
+        if self.figures.lost.is_empty() {
+            self.settled(&bus).await;
+        }
         let _ = bus.shutdown_within(Duration::from_secs(20)).await;
+    }
+
+    /// Waits until the engine owes the groups nothing more: a delivery that stays in flight or waiting after its
+    /// handler ran was never settled.
+    async fn settled(&mut self, bus: &Bus) {
+        let begin = Instant::now();
+        loop {
+            let mut groups = bus.engine().broker.inspect().await.unwrap_or_default();
+            groups.retain(|info| GROUPS.iter().any(|group| group.name == info.name.as_str()));
+            let owed = |info: &GroupInfo| info.behind + info.in_flight + info.waiting;
+            if groups.len() == GROUPS.len() && groups.iter().all(|info| owed(info) == 0) {
+                return;
+            }
+            if begin.elapsed() > self.stuck {
+                let told = |info: &GroupInfo| {
+                    let (name, behind) = (&info.name, info.behind);
+                    let (in_flight, waiting) = (info.in_flight, info.waiting);
+                    format!("{name}: {behind} behind, {in_flight} in flight, {waiting} waiting")
+                };
+                let told: Vec<String> = groups.iter().map(told).collect();
+                let problem = format!("not settled although all was handled: {told:?}");
+                self.figures.problems.push(problem);
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
     }
 
     /// What has not ended: by group and event.

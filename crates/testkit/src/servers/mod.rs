@@ -97,7 +97,7 @@ fn program(name: &str, folders: &[PathBuf]) -> Option<PathBuf> {
 
 /// A port of 127.0.0.1 that is free now. It is below the range from which the system takes ports for outgoing
 /// connections, so that no client of another test gets it while the server restarts.
-fn free_port() -> u16 {
+pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     for _ in 0..1000 {
         let n = NEXT.fetch_add(1, Ordering::Relaxed);

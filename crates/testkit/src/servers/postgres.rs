@@ -255,6 +255,30 @@ impl Postgres {
         self.restart();
     }
 
+    /// A failover: the server is killed, another one starts on this port with its data, and this one comes back as a
+    /// replica. The port is that of [`free_port`](super::free_port).
+    pub fn fail_over(&self, port: u16) -> Self {
+        self.kill();
+        let folder = directory("postgres");
+        if is_root() {
+            let owner = format!("{USER}:");
+            succeed(Command::new("chown").arg(owner).arg(folder.path()));
+        }
+        let data = self.directory.path().join("data");
+        succeed(Command::new("cp").arg("-a").arg(data).arg(folder.path()));
+        let next = Self {
+            running: Mutex::default(),
+            programs: self.programs.clone(),
+            port,
+            options: self.options.clone(),
+            databases: AtomicU32::new(self.databases.load(Ordering::Relaxed)),
+            directory: folder,
+        };
+        next.restart();
+        self.restart_as_replica();
+        next
+    }
+
     /// Stops all its processes where they are (SIGSTOP): connections stay, nothing is answered.
     pub fn pause(&self) {
         self.lock().iter().for_each(Daemon::pause);

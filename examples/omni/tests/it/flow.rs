@@ -1,7 +1,7 @@
 //! What happens to messages.
 
 use everbus::payloads::Stage;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use everbus::{DeadLetterFilter, Payload, State};
 use omni::events::{
@@ -14,6 +14,8 @@ use omni::{identity, intake, sessions};
 use serde_json::{Value, json};
 
 use crate::support::{System, message};
+
+const DEADLINE: Duration = Duration::from_secs(60);
 
 // conformance: omni/example-identity: the identity handler resolves the sender of each message, and a repeated webhook and a restart make no second person
 #[tokio::test]
@@ -204,7 +206,9 @@ async fn check_unreadable(system: System) {
     assert!(!failed[0].will_retry);
     let letters = system.app.bus.dead_letters();
     // Where the two are not one step, the event may be seen before the dead letter.
+    let give_up = Instant::now() + DEADLINE;
     while letters.count(DeadLetterFilter::default()).await.unwrap() == 0 {
+        assert!(Instant::now() < give_up, "there is no dead letter");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let letter = &letters.list().await.unwrap()[0];
@@ -286,7 +290,8 @@ async fn check_session(system: System) {
         intake::receive(bus, message).await.unwrap();
     }
     loop {
-        let change = watch.next().await.unwrap();
+        let change = tokio::time::timeout(DEADLINE, watch.next()).await;
+        let change = change.expect("a change comes").unwrap();
         let session: sessions::Session = serde_json::from_slice(&change.value.unwrap()).unwrap();
         if session.messages == 3 {
             break;

@@ -46,10 +46,10 @@ impl Pipeline {
             return Err(found_in_inbox().into());
         }
         if let Some(last) = delivery.failures.last()
-            && last.kind == FailureKind::Corrupt
+            && matches!(last.kind, FailureKind::Corrupt | FailureKind::NoHandler)
             && !delivery.retried
         {
-            // The engine could not read it: no handler could.
+            // The engine could not read it, so no handler could; or no process has a handler for it.
             return Err(Judged {
                 verdict: Verdict::Dead { failure: None },
                 counted: Counted::Failed { retried: false },
