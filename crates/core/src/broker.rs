@@ -142,6 +142,9 @@ pub struct ConsumeOptions {
     pub handled: Vec<Pattern>,
     /// An event without a handler in any process is dead-lettered after this long.
     pub no_handler_after: Duration,
+    /// First deliveries come in the order of receipt over all shards, where the engine has the same clock for all
+    /// of them. For bridges: the events of a key may have several types.
+    pub merged: bool,
 }
 
 impl Default for ConsumeOptions {
@@ -152,6 +155,7 @@ impl Default for ConsumeOptions {
             lease: Duration::from_secs(40),
             handled: Vec::new(),
             no_handler_after: Duration::from_secs(24 * 3600),
+            merged: false,
         }
     }
 }
@@ -190,6 +194,13 @@ impl ConsumeOptions {
     #[must_use]
     pub fn no_handler_after(mut self, after: Duration) -> Self {
         self.no_handler_after = after;
+        self
+    }
+
+    /// Asks for the order of receipt over all shards.
+    #[must_use]
+    pub fn merged(mut self, merged: bool) -> Self {
+        self.merged = merged;
         self
     }
 }
@@ -242,6 +253,8 @@ pub struct Delivery {
     pub retried: bool,
     /// The right to settle it.
     pub lease: Lease,
+    /// How long the lease had lasted when it was handed out.
+    pub held_for: Duration,
 }
 
 impl Delivery {
@@ -253,6 +266,7 @@ impl Delivery {
             failures: Vec::new(),
             retried: false,
             lease,
+            held_for: Duration::ZERO,
         }
     }
 
@@ -268,6 +282,13 @@ impl Delivery {
     #[must_use]
     pub fn retried(mut self, retried: bool) -> Self {
         self.retried = retried;
+        self
+    }
+
+    /// Sets how long the lease has lasted.
+    #[must_use]
+    pub fn held_for(mut self, held_for: Duration) -> Self {
+        self.held_for = held_for;
         self
     }
 }

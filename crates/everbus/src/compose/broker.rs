@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use everbus_core::dead_letters::MAX_PAGE;
 use everbus_core::{
-    ARCHIVE, Background, BoxFuture, Broker, BrokerLayer, Burial, Capabilities, Clock, Code,
-    ConsumeOptions, Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, Event, EventKey,
-    Failure, GroupInfo, GroupName, GroupSpec, Lease, Result, Settlement, Store, Streams,
+    ARCHIVE, Appended, Background, BoxFuture, Broker, BrokerLayer, Burial, Capabilities, Clock,
+    Code, ConsumeOptions, Consumer, DeadLetterFilter, DeadLetters, Delivery, Error, Event,
+    EventKey, Failure, GroupInfo, GroupName, GroupSpec, Lease, Result, Settlement, Store, Streams,
     SubscriptionInfo, Timestamp, Verdict, dead_letter_notice,
 };
 use parking_lot::{Mutex, MutexGuard};
@@ -74,7 +74,7 @@ impl Shared {
                 delivery: delivery.clone(),
                 waiting: waiting.clone(),
                 lease,
-                until,
+                until: until.minus(delivery.held_for),
                 appended: Arc::default(),
             };
             held.insert(delivery.lease.clone(), note);
@@ -164,7 +164,19 @@ impl Beside {
         if events.is_empty() {
             return Ok(());
         }
-        let answers = self.shared.broker.append(events).await?;
+        let answers = match self.shared.broker.append(events.clone()).await {
+            Ok(answers) => answers,
+            // Where a batch is stored as a whole, one of them refuses the others.
+            Err(error) if error.code() == Code::IdReused && events.len() > 1 => {
+                let mut answers = Vec::with_capacity(events.len());
+                for event in events {
+                    answers.push(self.append_one(event).await);
+                }
+                answers
+            }
+            Err(error) if error.code() == Code::IdReused => vec![Err(error)],
+            Err(error) => return Err(error),
+        };
         answers.into_iter().try_for_each(|answer| match answer {
             // An earlier run appended it, perhaps with another time in its body. The first one counts.
             Err(error) if error.code() == Code::IdReused => {
@@ -175,6 +187,12 @@ impl Beside {
             }
             answer => answer.map(drop),
         })
+    }
+
+    async fn append_one(&self, event: Event) -> Result<Appended> {
+        let answers = self.shared.broker.append(vec![event]).await?;
+        let missing = || Err(Error::new(Code::Internal, "an append was not answered"));
+        answers.into_iter().next().unwrap_or_else(missing)
     }
 
     /// Makes everything durable that must be durable before the broker gets the verdict.
@@ -221,6 +239,7 @@ impl Beside {
                 store.record_failure(group, record, failure.clone()).await?;
                 let mut again = held.delivery.clone();
                 again.attempt += 1;
+                again.held_for = Duration::ZERO;
                 again.failures.push(failure.clone());
                 let verdict = Verdict::Retry { after, failure };
                 Ok(self.later(after, again, verdict))
