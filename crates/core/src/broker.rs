@@ -154,6 +154,9 @@ pub struct ConsumeOptions {
     /// this long, with a failure of kind [`NoHandler`](crate::FailureKind::NoHandler). An engine that cannot do this
     /// keeps the event.
     pub hand_out_unhandled: Option<Duration>,
+    /// First deliveries come in the order of receipt over all shards, where the engine has the same clock for all
+    /// of them. For bridges: the events of a key may have several types.
+    pub merged: bool,
 }
 
 impl Default for ConsumeOptions {
@@ -165,6 +168,7 @@ impl Default for ConsumeOptions {
             handled: Vec::new(),
             no_handler_after: Duration::from_secs(24 * 3600),
             hand_out_unhandled: None,
+            merged: false,
         }
     }
 }
@@ -203,6 +207,13 @@ impl ConsumeOptions {
     #[must_use]
     pub fn no_handler_after(mut self, after: Duration) -> Self {
         self.no_handler_after = after;
+        self
+    }
+
+    /// Asks for the order of receipt over all shards.
+    #[must_use]
+    pub fn merged(mut self, merged: bool) -> Self {
+        self.merged = merged;
         self
     }
 }
@@ -255,6 +266,8 @@ pub struct Delivery {
     pub retried: bool,
     /// The right to settle it.
     pub lease: Lease,
+    /// How long the lease had lasted when it was handed out.
+    pub held_for: Duration,
 }
 
 impl Delivery {
@@ -266,6 +279,7 @@ impl Delivery {
             failures: Vec::new(),
             retried: false,
             lease,
+            held_for: Duration::ZERO,
         }
     }
 
@@ -281,6 +295,13 @@ impl Delivery {
     #[must_use]
     pub fn retried(mut self, retried: bool) -> Self {
         self.retried = retried;
+        self
+    }
+
+    /// Sets how long the lease has lasted.
+    #[must_use]
+    pub fn held_for(mut self, held_for: Duration) -> Self {
+        self.held_for = held_for;
         self
     }
 }

@@ -254,8 +254,8 @@ pub struct GroupInfo {
     /// The lag of each stream: from an engine that counts by stream, or by
     /// [`with_streams`](Self::with_streams).
     pub streams: Vec<StreamLag>,
-    /// What keeps new events from the group although they are stored, if the engine knows of something: a
-    /// transaction that has not ended.
+    /// What keeps events from the group although they were stored, if the engine knows of something: a transaction
+    /// that has not ended, another program that deleted them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held_back: Option<String>,
 }

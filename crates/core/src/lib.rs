@@ -107,7 +107,7 @@ pub use position::{Cursor, Position, Shard};
 pub use progress::Progress;
 pub use retry::RetryPolicy;
 pub use store::{Burial, EARLY_STAGES, EarlierDeath, KeptFailures, SentBack, Store};
-pub use stream::{OnFull, Stream, StreamLimit, Streams};
+pub use stream::{OnFull, Stream, StreamLimit, Streams, TypeLimits};
 pub use time::Timestamp;
 pub use typed::TypedEvent;
 pub use window::Window;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// How a bus gets access to its server. Engines without a server ignore it; that of PostgreSQL has all of it in
 /// its URL, and refuses it here.
@@ -39,6 +40,28 @@ pub struct Access {
     pub copies: Option<u32>,
     /// A stream may get a shorter age than it has, which deletes what is older.
     pub allow_shorter_age: bool,
+    /// What only Redis has.
+    pub redis: RedisAccess,
+}
+
+/// How a bus uses a Redis server. `None` is the default of the engine.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RedisAccess {
+    /// For how long a repeated id is recognised.
+    pub window: Option<Duration>,
+    /// Messages that another program read for one of our groups and did not finish are taken over after this long.
+    pub stale_after: Option<Duration>,
+    /// How many of them are looked at in one step.
+    pub stale_count: Option<usize>,
+    /// How many finished events a stream keeps that declares no limit.
+    pub keep_finished: Option<u64>,
+    /// How long an answer of the server may take.
+    pub timeout: Option<Duration>,
+    /// A server whose eviction policy may delete streams is used all the same.
+    pub allow_eviction: bool,
+    /// A new group with a wildcard also gets streams that only other programs have written.
+    pub adopt_streams: bool,
 }
 
 impl fmt::Debug for Access {
@@ -57,6 +80,7 @@ impl fmt::Debug for Access {
             .field("synced", &self.synced)
             .field("copies", &self.copies)
             .field("allow_shorter_age", &self.allow_shorter_age)
+            .field("redis", &self.redis)
             .finish()
     }
 }

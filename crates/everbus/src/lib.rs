@@ -118,7 +118,7 @@ mod url;
 #[cfg(all(feature = "workers", unix))]
 pub mod workers;
 
-pub use access::Access;
+pub use access::{Access, RedisAccess};
 pub use admission::{Limits, PublishRate};
 pub use ambient::{Scope, correlation_id, with_correlation_id, with_trace};
 pub use audit::AuditTrail;

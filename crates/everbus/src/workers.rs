@@ -196,8 +196,8 @@ impl Supervisor {
             tracing::warn!(target: "everbus::workers", number, why, again_in = ?pause, "a worker ended");
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                // It had failed, and nothing is lost by that: its events wait.
-                () = reached(&mut stopping, Stop::Asked) => return true,
+                // Its events wait, and it did not end well.
+                () = reached(&mut stopping, Stop::Asked) => return false,
             }
             pause = (pause * 2).min(LONGEST_PAUSE);
         }

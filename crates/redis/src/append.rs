@@ -103,7 +103,13 @@ impl Shared {
         let mut pause = Duration::from_millis(20);
         let mut unknown = false;
         loop {
-            let error = match self.link.run(&APPEND, arguments).await {
+            let left = PATIENCE.saturating_sub(began.elapsed());
+            let answer = tokio::time::timeout(left, self.link.run(&APPEND, arguments)).await;
+            let answer = answer.unwrap_or_else(|_| {
+                let what = "no answer in time";
+                Err(errors::away(&self.link.server, what, true))
+            });
+            let error = match answer {
                 Err(error) if matches!(error.code(), Code::Unavailable | Code::Busy) => error,
                 // An earlier try may have been stored, whatever the server says to this one.
                 Err(error) if unknown => return Err(error.with_unknown_outcome()),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use everbus_core::{
     Appended, BoxFuture, Broker, Capabilities, ConsumeOptions, Consumer, Deduplication, Event,
     EventId, GroupInfo, GroupName, GroupSpec, Lease, OrderScope, Result, Settlement, Streams,
-    SubscriptionInfo, no_group,
+    SubscriptionInfo, TypeLimits, no_group,
 };
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
@@ -33,6 +33,8 @@ pub(crate) struct Shared {
     /// The name of this engine in leases and as the owner of ephemeral groups.
     pub(crate) owner: String,
     pub(crate) table: RwLock<Option<Arc<Streams>>>,
+    /// The limits by type, if no streams are declared.
+    pub(crate) type_limits: RwLock<Option<Arc<TypeLimits>>>,
     pub(crate) registry: RwLock<Arc<Registry>>,
     pub(crate) groups: Mutex<HashMap<GroupName, Arc<Group>>>,
     pub(crate) held: Held,
@@ -70,6 +72,7 @@ impl Shared {
             max_bulk,
             owner: format!("{:016x}", fastrand::u64(..)),
             table: RwLock::default(),
+            type_limits: RwLock::default(),
             registry: RwLock::default(),
             groups: Mutex::default(),
             held: Held::default(),
@@ -158,7 +161,16 @@ impl Broker for Redis {
             let Some((record, revision)) = known else {
                 return Err(no_group(&group));
             };
-            shared.load_registry().await?;
+            let registry = shared.load_registry().await?;
+            if record.owner.is_none() {
+                let patterns = record.patterns()?;
+                for key in registry.streams.keys() {
+                    // Before the first claim moves the group on.
+                    if shared.space.wanted(key, &patterns) {
+                        shared.count_missed(key, &[group.as_str()]).await;
+                    }
+                }
+            }
             let known = shared.remember(record, revision)?;
             shared.be_alive().await?;
             shared.start_tasks();
@@ -194,7 +206,9 @@ impl Broker for Redis {
     fn close(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             if self.shared.link.begin_close() {
-                self.shared.leave().await;
+                // A server that is away finds out by itself.
+                let patience = self.shared.options.timeout;
+                let _ = tokio::time::timeout(patience, self.shared.leave()).await;
                 self.shared.link.close().await;
             }
             Ok(())

@@ -38,6 +38,8 @@ struct Current {
     /// No try to connect before this.
     not_before: Option<Instant>,
     pause: Duration,
+    /// When the last try failed, and why.
+    failed: Option<(Instant, Error)>,
 }
 
 /// A call that is under way: [`Link::close`] waits for it.
@@ -177,9 +179,16 @@ impl Link {
     }
 
     async fn connection(&self) -> Result<(u64, MultiplexedConnection)> {
+        let asked = Instant::now();
         let mut current = self.current.lock().await;
         if let Some(connection) = &current.connection {
             return Ok((current.number, connection.clone()));
+        }
+        // A try that failed while this caller waited was made for it too: callers must not wait for a try each.
+        if let Some((at, error)) = &current.failed
+            && *at > asked
+        {
+            return Err(error.clone());
         }
         if let Some(until) = current.not_before {
             tokio::time::sleep_until(until.into()).await;
@@ -191,12 +200,15 @@ impl Link {
                     number: current.number + 1,
                     not_before: None,
                     pause: PAUSES.0,
+                    failed: None,
                 };
                 Ok((current.number, connection))
             }
             Err(error) => {
                 current.pause = (current.pause * 2).clamp(PAUSES.0, PAUSES.1);
-                current.not_before = Some(Instant::now() + current.pause);
+                let now = Instant::now();
+                current.not_before = Some(now + current.pause);
+                current.failed = Some((now, error.clone()));
                 Err(error)
             }
         }

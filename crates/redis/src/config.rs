@@ -46,6 +46,9 @@ pub struct Options {
     pub raw_foreign: bool,
     /// A server whose eviction policy may delete streams is used all the same.
     pub allow_eviction: bool,
+    /// A new group with a wildcard also gets streams that only other programs have written: all keys of the database
+    /// are looked at once when the group is declared. Otherwise a wildcard finds streams that Everbus has seen.
+    pub adopt_streams: bool,
 }
 
 impl Default for Options {
@@ -63,6 +66,7 @@ impl Default for Options {
             keep_finished: Some(DEFAULT_KEPT),
             raw_foreign: false,
             allow_eviction: false,
+            adopt_streams: false,
         }
     }
 }
@@ -118,6 +122,7 @@ const OWN_NAMES: &[&str] = &[
     "handlers",
     "addressed",
     "notalone",
+    "read",
 ];
 const HINT: &str =
     "write it as redis://host:6379, redis://user:password@host:6379/0/space or rediss://host:6379";

@@ -55,6 +55,7 @@ pub(crate) struct Inner {
     pub(crate) number: u64,
     pub(crate) lease: Duration,
     pub(crate) no_handler_after: Duration,
+    merged: bool,
     desk: Mutex<Desk>,
     changed: Notify,
 }
@@ -71,6 +72,8 @@ struct Desk {
     settled: usize,
     /// How long the last claim took.
     step: Duration,
+    /// The most that the next claim may want: less after claims whose answers did not come.
+    most: usize,
     /// The tags of claims whose answers were lost.
     undo: Vec<String>,
     claims: u64,
@@ -99,6 +102,7 @@ impl RedisConsumer {
             window: Window::new(options.concurrency),
             settled: 0,
             step: Duration::from_millis(1),
+            most: MOST,
             undo: Vec::new(),
             claims: 0,
             look: Instant::now(),
@@ -109,6 +113,7 @@ impl RedisConsumer {
             number: shared.number(),
             lease: options.lease,
             no_handler_after: options.no_handler_after,
+            merged: options.merged,
             desk: Mutex::new(desk),
             changed: Notify::new(),
             group,
@@ -195,7 +200,7 @@ impl Inner {
         }
         let most = desk.window.size().min(desk.prefetch);
         let (held, next) = self.shared.held.count(self.number, most);
-        let want = most.saturating_sub(held).min(max).min(MOST);
+        let want = most.saturating_sub(held).min(max).min(desk.most);
         if want == 0 {
             return next;
         }
@@ -215,8 +220,14 @@ impl Inner {
                 desk.claiming = false;
                 desk.step = began.elapsed();
                 match claimed {
-                    Ok(items) => desk.ready.extend(items),
+                    Ok(items) => {
+                        desk.most = (desk.most * 2).min(MOST);
+                        desk.ready.extend(items);
+                    }
                     Err(error) => {
+                        if error.outcome_unknown() {
+                            desk.most = (want / 2).max(1);
+                        }
                         desk.look = Instant::now() + AFTER_ERROR;
                         desk.error = Some(error);
                     }
@@ -291,7 +302,11 @@ impl Inner {
                 .number(want)
                 .millis(self.lease)
                 .number(self.shared.options.clock.now())
-                .text(if known.record.ordered { "1" } else { "0" })
+                .text(match (known.record.ordered, self.merged) {
+                    (true, _) => "ordered",
+                    (false, true) => "merged",
+                    (false, false) => "",
+                })
                 .list(&due)
                 .list(&new);
             let came = Instant::now();
@@ -500,6 +515,7 @@ impl Inner {
         Delivery::new(item.record, lease)
             .after(item.attempt, item.failures)
             .retried(item.again)
+            .held_for(item.came.elapsed())
     }
 }
 

@@ -21,9 +21,10 @@ use redis::Value;
 use crate::broker::{Redis, Shared};
 use crate::client::{Arguments, Read};
 use crate::errors;
+use crate::groups::Record;
 use crate::held::Hold;
 use crate::keys::{self, EntryId};
-use crate::scripts::{LETTERS, PURGE, REPLACE, REVIVE};
+use crate::scripts::{LETTERS, PURGE, REPLACE, RESTORE, REVIVE};
 use crate::wire::{self, Around};
 
 /// How many letters are read or changed in one step.
@@ -191,28 +192,51 @@ impl Shared {
             for found in step {
                 arguments.text(&found.member).text("0");
             }
-            for (answer, found) in self
-                .link
-                .run(&REVIVE, &arguments)
-                .await?
-                .list()?
-                .into_iter()
-                .zip(step)
-            {
-                match answer.text()?.as_str() {
-                    "queued" => retried += 1,
-                    "gone" => {
-                        let (group, event) = (&found.letter.group, &found.member);
-                        tracing::warn!(target: "everbus::redis", %group, %event, "a dead letter cannot be retried: another program deleted its event");
-                    }
-                    _ => {}
-                }
+            let answers = self.link.run(&REVIVE, &arguments).await?.list()?;
+            for (answer, found) in answers.into_iter().zip(step) {
+                retried += match answer.text()?.as_str() {
+                    "queued" => 1,
+                    "gone" => u64::from(self.restore(&record, found).await?),
+                    _ => 0,
+                };
             }
             if let Some(group) = self.groups.lock().get(group).cloned() {
                 group.poke(std::time::Duration::ZERO);
             }
         }
         Ok(retried)
+    }
+
+    /// Retries a letter whose event was trimmed from its stream: the letter has the whole event. False if it is not
+    /// open any more.
+    async fn restore(&self, record: &Record, found: &Found) -> Result<bool> {
+        let group = &found.letter.group;
+        let event = found.letter.event().clone().addressed_to(group);
+        let key = found.member.split_once('@').map_or("", |(_, key)| key);
+        let dialect = self.dialect(key, &self.registry());
+        let fields = wire::write(&event, dialect, &self.space.types(key)[0])?;
+        let wants = record.patterns()?;
+        let wants = wants.iter().any(|p| p.matches(event.event_type()));
+        let mut arguments = Arguments::default();
+        arguments
+            .text(group.as_str())
+            .text(keys::group_name(group.as_str()))
+            .text(if record.ordered { "1" } else { "0" })
+            .text(if wants { "1" } else { "0" })
+            .text(&found.member)
+            .number(self.options.clock.now())
+            .number(fields.len());
+        for field in fields {
+            arguments.bytes(field);
+        }
+        let answer = self.link.run(&RESTORE, &arguments).await?.list()?;
+        let mut answer = answer.into_iter();
+        let mut part = || answer.next().unwrap_or(Value::Nil).text();
+        match part()?.as_str() {
+            "ok" => Ok(true),
+            "none" => Ok(false),
+            why => Err(self.refused(why, &part()?, None)),
+        }
     }
 
     async fn replace_letter(&self, key: &DeadLetterKey, corrected: Event) -> Result<Appended> {

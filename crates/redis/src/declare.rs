@@ -32,6 +32,9 @@ impl Shared {
             self.be_alive().await?;
         }
         let name = spec.name.as_str();
+        if self.options.adopt_streams {
+            self.adopt_streams(&spec).await?;
+        }
         for _ in 0..TRIES {
             let registry = self.load_registry().await?;
             let known = self.load_group(name).await?;
@@ -93,6 +96,50 @@ impl Shared {
         }
         let what = format!("the group {} is changed by others all the time", spec.name);
         Err(Error::new(Code::Busy, what))
+    }
+
+    /// Registers streams of other programs that a wildcard of the group matches.
+    async fn adopt_streams(&self, spec: &GroupSpec) -> Result<()> {
+        let patterns = spec.subscriptions.iter().map(|s| s.pattern.clone());
+        let patterns: Vec<Pattern> = patterns.filter(|p| p.exact().is_none()).collect();
+        if patterns.is_empty() {
+            return Ok(());
+        }
+        let registry = self.load_registry().await?;
+        let mut found = Vec::new();
+        let mut cursor = "0".to_owned();
+        loop {
+            let mut scan = redis::cmd("SCAN");
+            scan.arg(&cursor).arg("COUNT").arg(1000);
+            let page = self.link.ask(scan.arg("TYPE").arg("stream")).await?;
+            let mut page = page.list()?.into_iter();
+            let mut part = || page.next().unwrap_or(Value::Nil);
+            cursor = part().text()?;
+            for key in part().list()? {
+                let key = key.text()?;
+                // Keys of the engine itself, and names that no event type has, are not streams of events.
+                let named = self.space.stream(&self.space.types(&key)[0]) == key;
+                if named
+                    && !registry.streams.contains_key(&key)
+                    && self.space.wanted(&key, &patterns)
+                {
+                    found.push(key);
+                }
+            }
+            if cursor == "0" {
+                break;
+            }
+        }
+        found.sort();
+        found.dedup();
+        for key in &found {
+            tracing::info!(target: "everbus::redis", stream = key, "found a stream of another program");
+        }
+        let dialects = found.into_iter().map(|key| {
+            let dialect = self.dialect(&key, &registry);
+            (key, dialect)
+        });
+        self.register(&dialects.collect()).await
     }
 
     fn new_record(&self, spec: &GroupSpec) -> Result<Record> {

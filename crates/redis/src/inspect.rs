@@ -115,6 +115,8 @@ impl Shared {
                 "{lost} events were deleted from their streams before the group had finished them"
             ));
         }
+        // Events without a handler are told of where processes of the group run, and none of them has one.
+        let handled = self.handled_by_all(&name, false).await?;
         let active = i64::try_from(standing.active_ms)
             .unwrap_or(0)
             .saturating_mul(1000);
@@ -127,7 +129,11 @@ impl Shared {
             lag.in_flight = stream.in_flight;
             lag.waiting = stream.waiting;
             lag.dead_letters = stream.dead;
+            if !handled.is_empty() && !self.space.wanted(&stream.key, &handled) {
+                lag.unhandled = lag.behind + lag.waiting;
+            }
             lag.oldest = stream.oldest.map(EntryId::time);
+            info.unhandled += lag.unhandled;
             info.behind += lag.behind;
             info.oldest = [info.oldest, lag.oldest].into_iter().flatten().min();
             if lag != Lag::default() {

@@ -230,6 +230,19 @@ impl EntryId {
         }
     }
 
+    /// The last id at a place: what comes after it is at a later place. `None` for the last place of all.
+    pub(crate) fn end_of_place(place: u64) -> Option<Self> {
+        let id = Self::at_place(place);
+        match (place, id.seq) {
+            (u64::MAX, _) => None,
+            (_, MOST_SEQ) => Some(Self {
+                seq: u64::MAX,
+                ..id
+            }),
+            _ => Some(id),
+        }
+    }
+
     /// When the server received it.
     pub(crate) fn time(self) -> everbus_core::Timestamp {
         let micros = i64::try_from(self.ms)

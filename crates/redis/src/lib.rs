@@ -24,11 +24,11 @@
 //!   their publishes were acknowledged. `min-replicas-to-write` bounds that and does not prevent it.
 //! - Ids are known for a window (ten minutes by default).
 //! - Streams that only other programs write are found by groups that name their type, or that are declared; a
-//!   wildcard finds streams that Everbus has seen.
+//!   wildcard finds streams that Everbus has seen, or all of the database ([`Options::adopt_streams`]).
 //! - An event that no process has a handler for is a dead letter in the end (`orphans`); one that failed before, and has
 //!   no handler any more, waits.
 //! - Another program that trims a stream (`MAXLEN`) or deletes entries may take events that a group has yet to
-//!   read. Events that were being handled are reported as lost, in the log and by `inspect`.
+//!   read. They are reported as lost, in the log and by `inspect`, unless another program reads for the group too.
 //! - Entries of other programs have no ordering key.
 //! - An ephemeral group ends when its engine gave no sign of life for fifteen seconds.
 //! - Inside an ordered group, order by key holds over all its streams, by the ids of the entries.

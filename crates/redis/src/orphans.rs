@@ -44,8 +44,13 @@ impl Shared {
         Ok(())
     }
 
-    /// What living engines handle in a group.
-    async fn handled_by_all(&self, group: &GroupName) -> Result<Vec<Pattern>> {
+    /// What living engines handle in a group. Those that are gone are forgotten if `tidy` says so: who only looks
+    /// writes nothing.
+    pub(crate) async fn handled_by_all(
+        &self,
+        group: &GroupName,
+        tidy: bool,
+    ) -> Result<Vec<Pattern>> {
         let name = self.space.own(&format!("handlers:{}", group.as_str()));
         let mut all = redis::cmd("HGETALL");
         let mut flat = self.link.ask(all.arg(&name)).await?.list()?.into_iter();
@@ -53,6 +58,9 @@ impl Shared {
         while let (Some(owner), Some(json)) = (flat.next(), flat.next()) {
             let owner = owner.text()?;
             if !self.is_alive(&owner).await? {
+                if !tidy {
+                    continue;
+                }
                 let mut gone = redis::cmd("HDEL");
                 self.link.ask(gone.arg(&name).arg(&owner)).await?;
                 continue;
@@ -83,7 +91,7 @@ impl Inner {
         if keys.is_empty() {
             return Ok(());
         }
-        let others = shared.handled_by_all(&self.group.name).await?;
+        let others = shared.handled_by_all(&self.group.name, true).await?;
         keys.retain(|key| !space.wanted(key, &others));
         let mut arguments = Arguments::default();
         arguments

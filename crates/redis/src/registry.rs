@@ -54,7 +54,14 @@ impl Shared {
     }
 
     /// The streams of a table: what they declare applies to the streams of the server that they cover.
+    ///
+    /// A bus that declares no streams changes nothing: the streams of others keep their dialects.
     pub(crate) async fn declare_table(&self, table: Streams) -> Result<()> {
+        *self.type_limits.write() = table.type_limits().cloned().map(Arc::new);
+        if !table.is_declared() {
+            *self.table.write() = None;
+            return self.load_registry().await.map(drop);
+        }
         let dialects: Vec<(Pattern, Dialect)> = table
             .iter()
             .map(|stream| {
@@ -79,17 +86,23 @@ impl Shared {
                 wanted.insert(key, *dialect);
             }
         }
-        if !wanted.is_empty() {
-            let mut arguments = Arguments::default();
-            arguments.number(wanted.len());
-            for (key, dialect) in &wanted {
-                arguments.text(key).text(dialect.as_str());
-            }
-            self.link.run(&REGISTER, &arguments).await?;
-            self.load_registry().await?;
-        }
-        *self.table.write() = table.is_declared().then(|| Arc::new(table));
+        self.register(&wanted).await?;
+        *self.table.write() = Some(Arc::new(table));
         Ok(())
+    }
+
+    /// Sets the dialects of streams.
+    pub(crate) async fn register(&self, streams: &BTreeMap<String, Dialect>) -> Result<()> {
+        if streams.is_empty() {
+            return Ok(());
+        }
+        let mut arguments = Arguments::default();
+        arguments.number(streams.len());
+        for (key, dialect) in streams {
+            arguments.text(key).text(dialect.as_str());
+        }
+        self.link.run(&REGISTER, &arguments).await?;
+        self.load_registry().await.map(drop)
     }
 
     /// The dialect of a stream: that of the table, if one is declared here.

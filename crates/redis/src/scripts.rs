@@ -42,6 +42,10 @@ scripts! {
     SWEEP = "scripts/sweep.lua";
     /// Removes what every group has finished.
     TRIM = "scripts/trim.lua";
+    /// Counts what was removed before groups had read it.
+    MISSED = "scripts/missed.lua";
+    /// Forgets retried letters after their time.
+    TIDY = "scripts/tidy.lua";
     /// Skips the oldest events of a group.
     DROP = "scripts/drop.lua";
     /// Hands out events that no process handles.
@@ -50,6 +54,8 @@ scripts! {
     LETTERS = "scripts/letters.lua";
     /// Delivers events to a group once more.
     REVIVE = "scripts/revive.lua";
+    /// Retries a dead letter from its own copy of the event.
+    RESTORE = "scripts/restore.lua";
     /// Replaces a dead letter by a corrected event.
     REPLACE = "scripts/replace.lua";
     /// Removes dead letters.

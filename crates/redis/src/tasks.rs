@@ -3,7 +3,7 @@
 //! Events are claimed by a script, because a blocking read whose client has given up would still take events. So
 //! a blocking `XREAD`, on a connection of its own, only tells that there is something to claim.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -12,16 +12,22 @@ use redis::aio::MultiplexedConnection;
 
 use crate::broker::Shared;
 use crate::client::{Arguments, Read as _};
-use crate::keys;
+use crate::errors;
+use crate::keys::{self, EntryId};
+use crate::registry::Registry;
 use crate::scripts::{ALIVE, ENDS, SWEEP};
 
 /// How long a read blocks.
 const BLOCK: Duration = Duration::from_secs(2);
+/// The first pause after a read that failed; the longest is as long as a read.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// An engine is alive as long as its key; it renews the key this often.
 const ALIVE_FOR: Duration = Duration::from_secs(15);
 const BEAT: Duration = Duration::from_secs(4);
 /// How often removed engines are looked for, and streams are trimmed.
 const UPKEEP: Duration = Duration::from_secs(10);
+/// How often old records are forgotten.
+const TIDY: Duration = Duration::from_secs(600);
 
 impl Shared {
     /// Starts the tasks, once.
@@ -136,6 +142,8 @@ async fn wake(shared: Weak<Shared>) {
         return;
     };
     let mut connection: Option<MultiplexedConnection> = None;
+    let mut seen = Seen::default();
+    let mut pause = FIRST_PAUSE;
     loop {
         if waiting.wait_for(|waiting| *waiting > 0).await.is_err() {
             return;
@@ -146,36 +154,96 @@ async fn wake(shared: Weak<Shared>) {
         if strong.link.check_open().is_err() {
             return;
         }
-        let watched = look(&strong, &mut connection).await;
+        let watched = look(&strong, &mut connection, &mut seen).await;
         let (own, command) = match watched {
             Ok(watched) => watched,
             Err(error) => {
                 tracing::debug!(target: "everbus::redis", %error, "waiting for events");
                 connection = None;
-                let pause = tokio::time::sleep(Duration::from_millis(200));
                 drop(strong);
-                pause.await;
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(BLOCK);
                 continue;
             }
         };
         // Not under a strong reference: an engine that is dropped ends.
         drop(strong);
         let mut own = own;
-        match own.send_packed_command(&command).await {
-            Ok(_) => {}
+        let answer = own.send_packed_command(&command).await;
+        match answer.and_then(redis::Value::extract_error) {
+            Ok(answer) => {
+                pause = FIRST_PAUSE;
+                seen.answered = streams_of(answer);
+            }
             Err(error) => {
                 tracing::debug!(target: "everbus::redis", %error, "waiting for events");
-                connection = None;
-                tokio::time::sleep(Duration::from_millis(50)).await;
+                // One key that is no stream refuses the read of all of them.
+                seen.check_types = error.code() == Some("WRONGTYPE");
+                if !seen.check_types {
+                    connection = None;
+                }
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(BLOCK);
             }
         }
     }
+}
+
+/// What earlier reads of the wake-up have shown.
+#[derive(Default)]
+struct Seen {
+    /// The streams that the last read answered with.
+    answered: Vec<String>,
+    /// The last ids of streams that have answered. A stream may be ahead of the clock of the server: read from the time
+    /// of the server, it would answer without end.
+    ends: HashMap<String, EntryId>,
+    check_types: bool,
+    /// Keys of another type.
+    others: HashSet<String>,
+}
+
+/// The streams of an answer to XREAD.
+fn streams_of(answer: redis::Value) -> Vec<String> {
+    let pairs: Vec<redis::Value> = match answer {
+        redis::Value::Map(pairs) => pairs.into_iter().map(|(key, _)| key).collect(),
+        redis::Value::Array(pairs) => {
+            let first = |pair: redis::Value| pair.list().ok()?.into_iter().next();
+            pairs.into_iter().filter_map(first).collect()
+        }
+        _ => Vec::new(),
+    };
+    pairs
+        .into_iter()
+        .filter_map(|key| key.text().ok())
+        .collect()
+}
+
+/// Learns the ends of the streams that answered, and which keys are no streams.
+async fn learn(shared: &Shared, registry: &Registry, seen: &mut Seen) -> Result<()> {
+    if seen.check_types {
+        seen.others.clear();
+        for key in registry.streams.keys() {
+            let mut kind = redis::cmd("TYPE");
+            let kind = shared.link.ask(kind.arg(key)).await?.text()?;
+            if kind != "stream" && kind != "none" {
+                seen.others.insert(key.clone());
+            }
+        }
+        seen.check_types = false;
+    }
+    if !seen.answered.is_empty() {
+        let ends = shared.ends(&seen.answered).await?;
+        let answered = std::mem::take(&mut seen.answered);
+        seen.ends.extend(answered.into_iter().zip(ends));
+    }
+    Ok(())
 }
 
 /// Notes an id before everything that comes, then lets consumers claim: what comes after that ends the read.
 async fn look(
     shared: &Shared,
     connection: &mut Option<MultiplexedConnection>,
+    seen: &mut Seen,
 ) -> Result<(MultiplexedConnection, redis::Cmd)> {
     let own = match connection {
         Some(own) => own.clone(),
@@ -200,8 +268,11 @@ async fn look(
         shared.load_registry().await?;
         tokio::time::sleep(Duration::from_millis(5)).await;
     };
+    learn(shared, &registry, seen).await?;
     let own_key = shared.space.own("wake");
-    let keys: Vec<&String> = registry.streams.keys().chain([&own_key]).collect();
+    let keys = registry.streams.keys().chain([&own_key]);
+    let keys: Vec<&String> = keys.filter(|key| !seen.others.contains(*key)).collect();
+    let common = EntryId::parse(&end).ok_or_else(|| errors::unreadable("an id"))?;
     shared.wakes.send_modify(|wakes| *wakes += 1);
     let mut read = redis::cmd("XREAD");
     let millis = u64::try_from(BLOCK.as_millis()).unwrap_or(u64::MAX);
@@ -213,8 +284,9 @@ async fn look(
     for key in &keys {
         read.arg(key.as_str());
     }
-    for _ in &keys {
-        read.arg(&end);
+    for key in &keys {
+        let end = seen.ends.get(*key).copied();
+        read.arg(end.unwrap_or(common).max(common).to_string());
     }
     Ok((own, read))
 }
@@ -243,7 +315,7 @@ async fn beat(shared: Weak<Shared>) {
 /// Keeps groups and streams in order.
 async fn upkeep(shared: Weak<Shared>) {
     let mut missing = HashSet::new();
-    let (mut upkept, mut swept) = (Instant::now(), Instant::now());
+    let (mut upkept, mut swept, mut tidied) = (Instant::now(), Instant::now(), Instant::now());
     loop {
         tokio::time::sleep(Duration::from_secs(1)).await;
         let Some(shared) = shared.upgrade() else {
@@ -259,6 +331,10 @@ async fn upkeep(shared: Weak<Shared>) {
                 shared.remove_orphans(&mut missing).await,
             );
             note("trimming streams", shared.trim_all().await);
+        }
+        if tidied.elapsed() >= TIDY {
+            tidied = Instant::now();
+            note("old records", shared.tidy().await);
         }
         let often = (shared.options.stale_after / 10).clamp(BEAT, Duration::from_secs(30));
         if swept.elapsed() >= often {

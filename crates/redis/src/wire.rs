@@ -2,7 +2,7 @@
 //!
 //! | field | what |
 //! |---|---|
-//! | `eb` | id, version, time of the event in microseconds: it marks an entry of Everbus |
+//! | `eb` | id, version, time of the event in microseconds, dialect unless native: it marks an entry of Everbus |
 //! | `t` | the type, where it is not the dotted one of the stream |
 //! | `a` | the attributes as JSON |
 //! | `k` | the ordering key, for groups ordered by key |
@@ -54,7 +54,12 @@ pub(crate) fn write(event: &Event, dialect: Dialect, dotted: &str) -> Result<Fie
         fields.push(value);
     };
     let occurred = event.occurred_at().as_micros();
-    let mark = format!("{} {} {occurred}", event.id(), event.version());
+    let mut mark = format!("{} {} {occurred}", event.id(), event.version());
+    // The dialect of the stream may be another one by the time the entry is read.
+    if dialect != Dialect::Native {
+        mark.push(' ');
+        mark.push_str(dialect.as_str());
+    }
     field(MARK, mark.into());
     if event.event_type() != dotted {
         field(TYPE, Bytes::copy_from_slice(event.event_type().as_bytes()));
@@ -189,6 +194,10 @@ fn own<'a>(
     let id: EventId = parts.next()?.parse().ok()?;
     let version: u32 = parts.next()?.parse().ok()?;
     let occurred_at = Timestamp::from_micros(parts.next()?.parse().ok()?);
+    let dialect = match parts.next() {
+        Some(name) => name.parse().ok()?,
+        None => around.dialect,
+    };
     let event_type = match field(TYPE) {
         Some(name) => std::str::from_utf8(name).ok()?.to_owned(),
         None => around.dotted(),
@@ -201,8 +210,8 @@ fn own<'a>(
         Some(payload) => payload.clone(),
         None => {
             let (document, _) = unwrap(field(DATA)?);
-            let beside = beside(around.dialect, &event_type, around.id.time());
-            let event = decode_beside(&document, around.dialect, &beside).ok()?;
+            let beside = beside(dialect, &event_type, around.id.time());
+            let event = decode_beside(&document, dialect, &beside).ok()?;
             event.payload().clone()
         }
     };

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 pub use limit::{DEFAULT_WAIT, OnFull, StreamLimit, check_wait};
 pub use names::{canonical, dotted, label};
-pub use table::{DEFAULT_STREAM, SYSTEM_STREAM, Streams};
+pub use table::{DEFAULT_STREAM, SYSTEM_STREAM, Streams, TypeLimits};
 
 use crate::error::{Code, Error, Result};
 use crate::pattern::Pattern;

@@ -1,9 +1,10 @@
 //! The routing table: each event type is in exactly one stream.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Stream, canonical, dotted};
+use super::{Stream, StreamLimit, canonical, dotted};
 use crate::error::{Code, Error, Result};
 use crate::pattern::Pattern;
 use crate::suggest::nearest;
@@ -36,6 +37,16 @@ const MOST_NAMED: usize = 10;
 pub struct Streams {
     streams: Arc<[Stream]>,
     declared: bool,
+    by_type: Option<Arc<TypeLimits>>,
+}
+
+/// The limits of event types where no streams are declared.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TypeLimits {
+    /// The limit of each type that is not in `by_type`.
+    pub default: Option<StreamLimit>,
+    /// The limits of single types, by their dotted names.
+    pub by_type: BTreeMap<String, StreamLimit>,
 }
 
 impl Default for Streams {
@@ -52,6 +63,7 @@ impl Streams {
             // Both patterns and the name are valid.
             streams: all.into_iter().collect(),
             declared: false,
+            by_type: None,
         }
     }
 
@@ -105,6 +117,7 @@ impl Streams {
         Ok(Self {
             streams: streams.into(),
             declared: true,
+            by_type: None,
         })
     }
 
@@ -126,12 +139,25 @@ impl Streams {
         Self {
             streams: streams.collect(),
             declared: true,
+            by_type: None,
         }
     }
 
     /// Whether streams were declared; otherwise one stream has all types.
     pub fn is_declared(&self) -> bool {
         self.declared
+    }
+
+    /// The same table with limits by type. They apply only where no streams are declared.
+    #[must_use]
+    pub fn with_type_limits(mut self, limits: TypeLimits) -> Self {
+        self.by_type = (limits != TypeLimits::default()).then(|| Arc::new(limits));
+        self
+    }
+
+    /// The limits by type, where no streams are declared and there are any.
+    pub fn type_limits(&self) -> Option<&TypeLimits> {
+        self.by_type.as_deref().filter(|_| !self.declared)
     }
 
     /// The streams, in the order of their declaration.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use everbus_core::{Code, Error, Pattern, Result, Stream, StreamLimit, Streams};
+use everbus_core::{Code, Error, Pattern, Result, Stream, StreamLimit, Streams, TypeLimits};
 
 use crate::streams::canonical;
 
@@ -68,11 +68,15 @@ impl Limits {
     }
 
     /// Overrides the limits of declared streams with these. Refuses names that are not declared. Without
-    /// declared streams the limits apply by type, and the table is returned unchanged.
+    /// declared streams the limits apply by type, and the table carries them for engines that trim.
     pub fn over(&self, streams: &Streams) -> Result<Streams> {
         let mut limited = streams.clone();
         if !streams.is_declared() {
-            return Ok(limited);
+            let limits = TypeLimits {
+                default: self.default,
+                by_type: self.by_stream.clone(),
+            };
+            return Ok(limited.with_type_limits(limits));
         }
         for (name, limit) in &self.by_stream {
             limited = limited.with(name, |stream| stream.limit(*limit))?;

@@ -9,6 +9,7 @@ use everbus_core::{
 };
 use tokio::sync::mpsc;
 
+use super::held::Held;
 use super::route::Route;
 use super::stats::Counters;
 use super::{BATCH, Bridge, FIRST_PAUSE};
@@ -28,8 +29,10 @@ pub(super) enum Carried {
         duplicate: bool,
     },
     Refused(Error),
-    /// The bridge stopped first.
-    GivenUp,
+    /// The bridge stopped first. `sent`: the event may be at the target.
+    GivenUp {
+        sent: bool,
+    },
 }
 
 impl Bridge {
@@ -37,6 +40,7 @@ impl Bridge {
     pub(super) async fn append(
         &self,
         route: &Route,
+        held: &Held,
         mut batches: mpsc::Receiver<Vec<Delivery>>,
         verdicts: mpsc::Sender<Vec<Settlement>>,
     ) -> Result<()> {
@@ -48,20 +52,25 @@ impl Bridge {
             {
                 batch.extend(more);
             }
-            let settled = Box::pin(self.carry_batch(route, batch, &mut refused)).await?;
-            if verdicts.send(settled).await.is_err() {
+            held.sending(&batch);
+            let carried = Box::pin(self.carry_batch(route, batch, &mut refused)).await;
+            let (settled, ended) = carried?;
+            let taken = verdicts.send(settled).await;
+            ended?;
+            if taken.is_err() {
                 return Ok(());
             }
         }
         Ok(())
     }
 
+    /// Returns the verdicts, and the error that ends the bridge after them.
     async fn carry_batch(
         &self,
         route: &Route,
         batch: Vec<Delivery>,
         refused: &mut usize,
-    ) -> Result<Vec<Settlement>> {
+    ) -> Result<(Vec<Settlement>, Result<()>)> {
         let mut decided = Vec::with_capacity(batch.len());
         for delivery in &batch {
             decided.push(self.decide_before(delivery).await?);
@@ -71,17 +80,37 @@ impl Bridge {
         let events: Vec<&Event> = open.map(|(delivery, _)| &delivery.record.event).collect();
         let mut carried = self.store(route.mark, &events).await?.into_iter();
         let mut settlements = Vec::with_capacity(batch.len());
+        let mut ended = Ok(());
         for (delivery, verdict) in batch.into_iter().zip(decided) {
             let verdict = match verdict {
                 Some(verdict) => verdict,
                 None => {
-                    let carried = carried.next().unwrap_or(Carried::GivenUp);
-                    self.judge(&delivery, carried, refused)?
+                    let carried = carried.next();
+                    let carried = carried.unwrap_or(Carried::GivenUp { sent: true });
+                    match self.judge(&delivery, carried, refused) {
+                        Ok(verdict) => verdict,
+                        // The events before this one keep their verdicts, or the next run would meet them again.
+                        Err(error) => {
+                            ended = Err(error);
+                            continue;
+                        }
+                    }
                 }
             };
             settlements.push(Settlement::new(delivery.lease, verdict));
         }
-        Ok(settlements)
+        Ok((settlements, ended))
+    }
+
+    /// The verdict on an event that may be at the target. It counts as an attempt, so that the target is asked before
+    /// the event is sent again.
+    pub(super) fn unanswered(&self, attempt: u32) -> Verdict {
+        let now = self.from.shared().options.clock.now();
+        let text = "the bridge stopped before the target answered";
+        Verdict::Retry {
+            after: Duration::ZERO,
+            failure: Failure::new(attempt, now, FailureKind::Crash, text),
+        }
     }
 
     /// The verdict on an event that is not sent to the target.
@@ -143,7 +172,8 @@ impl Bridge {
                 Counters::add(counter, 1);
                 Ok(Verdict::Ack)
             }
-            Carried::GivenUp => Ok(Verdict::Release {
+            Carried::GivenUp { sent: true } => Ok(self.unanswered(delivery.attempt)),
+            Carried::GivenUp { sent: false } => Ok(Verdict::Release {
                 after: Duration::ZERO,
             }),
             Carried::Refused(error) => {
@@ -184,6 +214,7 @@ impl Bridge {
     pub(super) async fn store(&self, mark: EventId, events: &[&Event]) -> Result<Vec<Carried>> {
         let mut carried: Vec<Option<Carried>> = Vec::new();
         carried.resize_with(events.len(), || None);
+        let mut sent = vec![false; events.len()];
         let mut open = parts(events);
         open.reverse();
         let mut pause = FIRST_PAUSE;
@@ -200,6 +231,7 @@ impl Bridge {
                                 carried[n] = Some(Carried::Stored { duplicate });
                             }
                             Err(error) if error.class().may_repeat() => {
+                                sent[n] |= error.outcome_unknown();
                                 again.push(n);
                                 passing = Some(error);
                             }
@@ -216,6 +248,9 @@ impl Bridge {
                     error
                 }
                 Err(error) if error.class().may_repeat() => {
+                    for n in &part {
+                        sent[*n] |= error.outcome_unknown();
+                    }
                     open.push(part);
                     error
                 }
@@ -236,8 +271,9 @@ impl Bridge {
                 break;
             }
         }
-        let given_up = |carried: Option<Carried>| carried.unwrap_or(Carried::GivenUp);
-        Ok(carried.into_iter().map(given_up).collect())
+        let carried = carried.into_iter().zip(sent);
+        let carried = carried.map(|(carried, sent)| carried.unwrap_or(Carried::GivenUp { sent }));
+        Ok(carried.collect())
     }
 
     /// One append. Where a batch is stored as a whole, one error is the answer for all of it.

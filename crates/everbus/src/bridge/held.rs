@@ -6,25 +6,53 @@ use everbus_core::{Delivery, Lease, Position};
 use parking_lot::Mutex;
 
 #[derive(Default)]
-pub(super) struct Held(Mutex<HashMap<Position, Lease>>);
+pub(super) struct Held(Mutex<HashMap<Position, One>>);
+
+struct One {
+    lease: Lease,
+    /// It may be at the target.
+    sent: bool,
+}
 
 impl Held {
     pub(super) fn add(&self, batch: &[Delivery]) {
         let leases = batch.iter().map(|delivery| &delivery.lease);
-        self.0
-            .lock()
-            .extend(leases.map(|lease| (lease.position(), lease.clone())));
+        let ones = leases.map(|lease| {
+            let (lease, sent) = (lease.clone(), false);
+            (lease.position(), One { lease, sent })
+        });
+        self.0.lock().extend(ones);
+    }
+
+    /// Notes that events are on their way to the target.
+    pub(super) fn sending(&self, batch: &[Delivery]) {
+        let mut held = self.0.lock();
+        for delivery in batch {
+            if let Some(one) = held.get_mut(&delivery.lease.position()) {
+                one.sent = true;
+            }
+        }
     }
 
     /// Forgets a lease. That of a later delivery of the same event stays.
     pub(super) fn remove(&self, lease: &Lease) {
         let mut held = self.0.lock();
-        if held.get(&lease.position()) == Some(lease) {
+        let known = held.get(&lease.position());
+        if known.is_some_and(|one| one.lease == *lease) {
             held.remove(&lease.position());
         }
     }
 
     pub(super) fn leases(&self) -> Vec<Lease> {
-        self.0.lock().values().cloned().collect()
+        let held = self.0.lock();
+        held.values().map(|one| one.lease.clone()).collect()
+    }
+
+    /// The leases, each with whether its event may be at the target.
+    pub(super) fn all(&self) -> Vec<(Lease, bool)> {
+        let held = self.0.lock();
+        held.values()
+            .map(|one| (one.lease.clone(), one.sent))
+            .collect()
     }
 }

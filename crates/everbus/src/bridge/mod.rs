@@ -46,6 +46,7 @@ mod held;
 mod route;
 mod stats;
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -80,6 +81,8 @@ const LOOK: Duration = Duration::from_millis(200);
 /// The first and the longest pause between tries during an outage.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// After an error, the verdicts on what was carried get this long.
+const LAST: Duration = Duration::from_secs(5);
 
 /// Carries events from one bus to another. Neither bus need be started.
 ///
@@ -213,14 +216,29 @@ impl Bridge {
         let (to_append, batches) = mpsc::channel(AHEAD);
         let (to_settle, verdicts) = mpsc::channel(AHEAD);
         let stages = async {
-            tokio::try_join!(
-                self.fetch(&route, &held, to_append),
-                self.append(&route, batches, to_settle),
-                self.settle(&held, verdicts),
-            )
+            let mut carrying = pin!(async {
+                let fetching = self.fetch(&route, &held, to_append);
+                let appending = self.append(&route, &held, batches, to_settle);
+                tokio::try_join!(fetching, appending).map(drop)
+            });
+            let mut settling = pin!(self.settle(&held, verdicts));
+            tokio::select! {
+                carried = &mut carrying => {
+                    // What the target has is settled, also after an error: it must not be sent again.
+                    let settled = match carried.is_ok() {
+                        true => settling.await,
+                        false => tokio::time::timeout(LAST, settling).await.unwrap_or(Ok(())),
+                    };
+                    carried.and(settled)
+                }
+                settled = &mut settling => match settled {
+                    Ok(()) => carrying.await,
+                    error => error,
+                },
+            }
         };
         let ended = tokio::select! {
-            ended = Box::pin(stages) => ended.map(drop),
+            ended = Box::pin(stages) => ended,
             error = self.keep(&held) => Err(error),
             error = self.watch(until) => Err(error),
         };
@@ -260,7 +278,8 @@ impl Bridge {
     ) -> Result<()> {
         let options = ConsumeOptions::new(route.patterns.clone())
             .prefetch(PREFETCH)
-            .lease(LEASE);
+            .lease(LEASE)
+            .merged(true);
         let broker = &self.from.engine().broker;
         let mut consumer = broker.consume(self.group.clone(), options).await?;
         let outcome = loop {
@@ -357,11 +376,16 @@ impl Bridge {
     /// Gives back what is in flight after an error, so that the next run gets it at once. If that fails too, the
     /// leases end.
     async fn give_back(&self, held: &Held) {
-        let release = |lease| {
-            let after = Duration::ZERO;
-            Settlement::new(lease, Verdict::Release { after })
+        let given = |(lease, sent)| {
+            let verdict = match sent {
+                true => self.unanswered(1),
+                false => Verdict::Release {
+                    after: Duration::ZERO,
+                },
+            };
+            Settlement::new(lease, verdict)
         };
-        let settlements: Vec<Settlement> = held.leases().into_iter().map(release).collect();
+        let settlements: Vec<Settlement> = held.all().into_iter().map(given).collect();
         let given = self.from.engine().broker.settle(settlements);
         let _ = tokio::time::timeout(Duration::from_secs(1), given).await;
     }

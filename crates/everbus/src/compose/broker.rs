@@ -71,7 +71,7 @@ impl Shared {
                 delivery: delivery.clone(),
                 waiting: waiting.clone(),
                 lease,
-                until,
+                until: until.minus(delivery.held_for),
                 appended: Arc::default(),
             };
             held.insert(delivery.lease.clone(), note);

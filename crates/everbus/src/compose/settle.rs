@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use everbus_core::{
-    Burial, Code, Delivery, Error, Event, Failure, GroupName, Lease, Recorded, Result, Settlement,
+    Appended, Burial, Code, Delivery, Error, Event, Failure, GroupName, Lease, Recorded, Result, Settlement,
     Verdict, dead_letter_notice,
 };
 
@@ -165,7 +165,10 @@ impl Beside {
                 }
             }
             // One event that cannot be stored may have failed the whole batch.
-            Err(error) if of_steps.len() > 1 && !error.class().may_repeat() => {
+            Err(error)
+                if error.code() == Code::IdReused
+                    || of_steps.len() > 1 && !error.class().may_repeat() =>
+            {
                 for (step, _) in of_steps {
                     let outcome = self.append_first(step.events.clone()).await;
                     appended(step, outcome);
@@ -186,9 +189,26 @@ impl Beside {
         if events.is_empty() {
             return Ok(());
         }
-        let answers = self.shared.broker.append(events).await?;
+        let answers = match self.shared.broker.append(events.clone()).await {
+            // Where a batch is stored as a whole, one of them refuses the others.
+            Err(error) if error.code() == Code::IdReused && events.len() > 1 => {
+                let mut answers = Vec::with_capacity(events.len());
+                for event in events {
+                    answers.push(self.append_one(event).await);
+                }
+                answers
+            }
+            Err(error) if error.code() == Code::IdReused => vec![Err(error)],
+            answers => answers?,
+        };
         let mut answers = answers.into_iter();
         answers.try_for_each(|answer| stored(answer.map(drop)))
+    }
+
+    async fn append_one(&self, event: Event) -> Result<Appended> {
+        let answers = self.shared.broker.append(vec![event]).await?;
+        let missing = || Err(Error::new(Code::Internal, "an append was not answered"));
+        answers.into_iter().next().unwrap_or_else(missing)
     }
 
     /// Tells the store about handled events, those of a group together.
@@ -249,6 +269,7 @@ impl Beside {
                 store.record_failure(group, record, failure.clone()).await?;
                 let mut again = held.delivery.clone();
                 again.attempt += 1;
+                again.held_for = Duration::ZERO;
                 again.failures.push(failure.clone());
                 let verdict = Verdict::Retry { after, failure };
                 Ok(self.later(after, again, verdict))

@@ -7,7 +7,7 @@ use everbus_core::Durability;
 use super::problems::listed;
 use super::redact::redacted;
 use super::section::{Reader, Section, Text};
-use crate::access::Access;
+use crate::access::{Access, RedisAccess};
 
 pub(super) const KEYS: &[&str] = &[
     "type",
@@ -23,9 +23,26 @@ pub(super) const KEYS: &[&str] = &[
     "synced",
     "copies",
     "allow_shorter_age",
+    "window",
+    "stale_after",
+    "stale_count",
+    "keep_finished",
+    "timeout",
+    "allow_eviction",
+    "adopt_streams",
 ];
 /// Those that a Redis server has as well.
 const OF_REDIS: &[&str] = &["user", "password", "tls", "foreign"];
+/// Those that only a Redis server has.
+const REDIS_ONLY: &[&str] = &[
+    "window",
+    "stale_after",
+    "stale_count",
+    "keep_finished",
+    "timeout",
+    "allow_eviction",
+    "adopt_streams",
+];
 const FOREIGN: &[(&str, bool)] = &[("dead_letter", false), ("raw", true)];
 
 /// The engine of the broker or of the store.
@@ -253,13 +270,17 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>, role: &str) -
 fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> Access {
     // All but those that every engine has.
     let given = KEYS.iter().skip(3).filter(|key| match kind {
-        BrokerKind::Nats => **key == "sasl",
-        BrokerKind::Kafka => matches!(**key, "token" | "creds" | "synced"),
-        BrokerKind::Redis => !OF_REDIS.contains(key),
+        BrokerKind::Nats => **key == "sasl" || REDIS_ONLY.contains(key),
+        BrokerKind::Kafka => {
+            matches!(**key, "token" | "creds" | "synced") || REDIS_ONLY.contains(key)
+        }
+        BrokerKind::Redis => !OF_REDIS.contains(key) && !REDIS_ONLY.contains(key),
         _ => true,
     });
-    if let Some(field) = given.filter_map(|key| section.get(key)).next() {
+    let mut given = given.filter_map(|key| Some((key, section.get(key)?)));
+    if let Some((key, field)) = given.next() {
         let which = match kind {
+            _ if REDIS_ONLY.contains(key) => "redis",
             BrokerKind::Nats => "kafka",
             BrokerKind::Kafka => "nats",
             _ => "nats or kafka",
@@ -296,7 +317,27 @@ fn access(reader: &mut Reader<'_>, section: &Section<'_>, kind: BrokerKind) -> A
     access.allow_shorter_age = reader
         .boolean(section.get("allow_shorter_age"))
         .unwrap_or(false);
+    access.redis = redis(reader, section);
     access
+}
+
+/// The keys of a Redis server.
+fn redis(reader: &mut Reader<'_>, section: &Section<'_>) -> RedisAccess {
+    let count = reader.whole(section.get("stale_count"), 1..=10_000, "messages");
+    let kept = section.get("keep_finished");
+    RedisAccess {
+        window: reader.duration(section.get("window")),
+        stale_after: reader.duration(section.get("stale_after")),
+        stale_count: count.and_then(|count| usize::try_from(count).ok()),
+        keep_finished: reader.whole(kept, 0..=1_000_000_000_000, "events"),
+        timeout: reader.duration(section.get("timeout")),
+        allow_eviction: reader
+            .boolean(section.get("allow_eviction"))
+            .unwrap_or(false),
+        adopt_streams: reader
+            .boolean(section.get("adopt_streams"))
+            .unwrap_or(false),
+    }
 }
 
 /// The address as `Bus::open` takes it, or what is wrong with it. The message never contains the address.

@@ -145,6 +145,14 @@ fn redis_options(access: Access, clock: Arc<dyn Clock>) -> everbus_redis::Option
     options.tls = access.tls;
     options.ca_file = access.ca_file;
     options.raw_foreign = access.raw_foreign;
+    let own = access.redis;
+    options.window = own.window.unwrap_or(options.window);
+    options.stale_after = own.stale_after.unwrap_or(options.stale_after);
+    options.stale_count = own.stale_count.unwrap_or(options.stale_count);
+    options.keep_finished = own.keep_finished.or(options.keep_finished);
+    options.timeout = own.timeout.unwrap_or(options.timeout);
+    options.allow_eviction = own.allow_eviction;
+    options.adopt_streams = own.adopt_streams;
     options
 }
 

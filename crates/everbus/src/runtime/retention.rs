@@ -52,7 +52,15 @@ pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
 
 /// Runs retention, unless a bus has run it within a day or the clock is in doubt.
 async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Option<Pruned>> {
-    let maintenance = shared.engine.maintenance()?;
+    let maintenance = match shared.engine.maintenance() {
+        Ok(maintenance) => maintenance,
+        // An engine without it may have an inbox of its own, which must not grow for ever.
+        Err(_) if shared.engine.inbox.is_some() && shared.options.inbox_retention.is_some() => {
+            forget_handled(shared).await?;
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
     if let Some(doubt) = maintenance.look_at_clock().await? {
         tracing::warn!(
             target: "everbus::retention",
@@ -84,12 +92,17 @@ async fn carry_out(
     maintenance: &dyn Maintenance,
     retention: &Retention,
 ) -> Result<Pruned> {
+    forget_handled(shared).await?;
+    maintenance.prune(retention.clone()).await
+}
+
+async fn forget_handled(shared: &Shared) -> Result<()> {
     if let Some(age) = shared.options.inbox_retention {
         let before = shared.options.clock.now().minus(age);
         let records = shared.engine.inbox()?.forget(before).await?;
         tracing::info!(target: "everbus::retention", records, "pruned the inbox");
     }
-    maintenance.prune(retention.clone()).await
+    Ok(())
 }
 
 /// The name of this process in the record of duties.

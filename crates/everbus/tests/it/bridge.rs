@@ -427,3 +427,58 @@ async fn a_bridge_stops_while_the_target_is_away() {
     target.append.clear();
     assert_eq!(caught_up(&from, &to).await.moved, 10);
 }
+
+// conformance: engines/bridge-refused: after many refusals in a row the next run goes on behind them
+#[tokio::test]
+async fn refused_events_do_not_stop_the_next_run() {
+    for atomic in [true, false] {
+        let (from, _, _) = faulty().await;
+        let (to, target, _) = faulty().await;
+        target
+            .atomic
+            .store(atomic, std::sync::atomic::Ordering::SeqCst);
+        publish(&from, 0..60).await;
+        // 25 in a row are too large.
+        target.judge(|events| {
+            let too_large = |event: &Event| (10..35).contains(&event.json::<u64>().unwrap());
+            let judged = events.iter();
+            let judged = judged.map(|e| too_large(e).then_some(Code::PayloadTooLarge));
+            judged.collect()
+        });
+        let error = Bridge::new(&from, &to).run_until_caught_up().await;
+        assert_eq!(error.unwrap_err().code(), Code::PayloadTooLarge);
+        assert_eq!(letters(&from).await.len(), 20, "the first ones are settled");
+        let stats = caught_up(&from, &to).await;
+        assert_eq!(stats.refused, 5, "{stats:?}");
+        assert_eq!(letters(&from).await.len(), 25);
+        let arrived = published(&to, "*").await;
+        assert_eq!(arrived.len(), 35);
+    }
+}
+
+// conformance: engines/bridge-lookup: also after a bridge was stopped before the target answered
+#[tokio::test]
+async fn a_stopped_bridge_remembers_what_may_have_been_sent() {
+    let (from, _, _) = faulty().await;
+    let (to, target, _) = faulty().await;
+    target
+        .forgetful
+        .store(true, std::sync::atomic::Ordering::SeqCst);
+    publish(&from, 0..5).await;
+    // They are stored, and the answers are lost.
+    target.append.add_after(1_000_000, Code::Unavailable);
+    let bridge = Arc::new(Bridge::new(&from, &to));
+    let running = tokio::spawn({
+        let bridge = bridge.clone();
+        async move { bridge.run().await }
+    });
+    eventually("it waits", || async { bridge.stats().waiting }).await;
+    bridge.stop();
+    running.await.unwrap().unwrap();
+    target.append.clear();
+    let appends = target.batches.lock().unwrap().len();
+    let stats = caught_up(&from, &to).await;
+    assert_eq!((stats.moved, stats.duplicates), (0, 5), "{stats:?}");
+    let after = target.batches.lock().unwrap().len();
+    assert_eq!(after, appends, "not sent again");
+}

@@ -12,6 +12,8 @@ use crate::support::PATIENCE;
 
 /// The folder of a test, for the processes that it starts.
 const FOLDER: &str = "EVERBUS_TEST_WORKERS";
+/// Set if the workers fail at once.
+const BROKEN: &str = "EVERBUS_TEST_BROKEN";
 const COUNT: usize = 3;
 
 /// The program under test. In a usual run of the tests it does nothing.
@@ -21,7 +23,12 @@ fn the_program() {
         return;
     };
     let runtime = tokio::runtime::Runtime::new().unwrap();
+    let broken = std::env::var_os(BROKEN).is_some();
     let code = runtime.block_on(workers::run(COUNT, async |worker| {
+        if broken {
+            std::fs::write(folder.join(format!("worker-{}", std::process::id())), "")?;
+            return Err("broken".into());
+        }
         let bus = open(&folder).await;
         let pid = std::process::id();
         let path = folder.join(format!("worker-{pid}"));
@@ -62,12 +69,17 @@ struct Program {
 
 impl Program {
     fn start() -> Self {
+        Self::start_with(|_| {})
+    }
+
+    fn start_with(change: impl FnOnce(&mut Command)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["workers::the_program", "--exact", "--nocapture"]);
         command
             .env(FOLDER, folder.path())
             .env_remove(workers::WORKER);
+        change(&mut command);
         let parent = command.spawn().unwrap();
         Self { folder, parent }
     }
@@ -205,4 +217,19 @@ async fn workers_stop_when_their_parent_is_killed() {
         })
         .await;
     assert_eq!(program.files("ended-").len(), COUNT, "in good order");
+}
+
+// conformance: engines/workers: a program whose workers have failed when it is stopped exits with 1
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_between_two_starts_does_not_hide_the_failure() {
+    let mut program = Program::start_with(|command| _ = command.env(BROKEN, "1"));
+    program
+        .until("all workers have failed", || {
+            let workers = program.workers();
+            workers.len() >= COUNT && workers.iter().all(|pid| !is_running(*pid))
+        })
+        .await;
+    send(program.parent.id(), "-TERM");
+    let status = tokio::task::block_in_place(|| program.parent.wait().unwrap());
+    assert_eq!(status.code(), Some(1), "{status}");
 }

@@ -1,11 +1,11 @@
 -- Hands out events of a group. Arguments: group, its name on the server, revision of its record, version of
 -- the registry, tag of this claim, tags of claims whose answers were lost, number wanted, lease in ms, time as
--- text, whether it is ordered, streams whose waiting events may come, streams whose new events may come.
+-- text, in which order new events come (ordered by key, merged by time, or empty), streams whose waiting events may come, streams whose new events may come.
 local g, name, revision, registry = arg(), arg(), arg(), arg()
 local tag, undo = arg(), {}
 for _ = 1, num() do undo[arg()] = true end
 local want, lease, stamp = num(), num(), arg()
-local ordered = arg() == '1'
+local order = arg()
 local may, new = {}, {}
 for i = 1, num() do may[i] = arg() end
 local streams = num()
@@ -82,7 +82,12 @@ end
 
 local out, lost, errors = {}, {}, {}
 local token = nil
+-- An answer is bounded also in bytes: a large one takes longer than the client waits for it.
+local MOST_BYTES = 8388608
+local bytes = 0
+local function has_room() return #out < want and bytes < MOST_BYTES end
 local function hand_out(member, key, id, attempts, okey, fields)
+  for _, field in ipairs(fields) do bytes = bytes + #field end
   token = token or tonumber(redis.call('INCRBY', P .. 'token', want)) - want
   token = token + 1
   redis.call('HSET', ST, member, state('F', int(token), attempts, tag, okey))
@@ -109,10 +114,11 @@ end
 for _, key in ipairs(may) do
   local DUE = due_set(g, key)
   local turns = 0
-  while #out < want and turns < 1000 do
+  while has_room() and turns < 1000 do
     local due = redis.call('ZRANGEBYSCORE', DUE, '-inf', int(NOW), 'LIMIT', 0, want - #out)
     if #due == 0 then break end
     for _, member in ipairs(due) do
+      if not has_room() then break end
       turns = turns + 1
       local id = of(member)
       local kind, _, attempts, _, okey = state_of(member, DUE)
@@ -120,6 +126,10 @@ for _, key in ipairs(may) do
       local entry = not found.err and found[1]
       if not kind then
         -- Nothing is known of it any more.
+      elseif found.err then
+        -- Only an answer says that an event is gone.
+        errors[#errors + 1] = key .. ': ' .. found.err
+        redis.call('ZADD', DUE, int(NOW + 1000), member)
       elseif must_wait(member, okey) then
         -- The end of the event that it waits for lets it come.
         redis.call('HSET', ST, member, state('P', '0', attempts, '', okey))
@@ -141,7 +151,7 @@ local function read(key, count)
   if type(answer) == 'table' and answer.err then
     if string.find(answer.err, 'NOGROUP', 1, true) then
       -- The stream was removed: what is in it now is new.
-      answer = redis.pcall('XGROUP', 'CREATE', key, name, '0', 'MKSTREAM')
+      answer = join_stream(g, key, name, '0-0', true)
       if not (type(answer) == 'table' and answer.err) then
         answer = redis.pcall('XREADGROUP', 'GROUP', name, 'everbus', 'COUNT', count, 'STREAMS', key, '>')
       end
@@ -152,49 +162,99 @@ local function read(key, count)
     end
   end
   if not answer then return {} end
+  count_read(g, key, #answer[1][2])
   return answer[1][2]
 end
 
-local more = false
-if not ordered then
-  for i = 1, streams do
-    if #out >= want then break end
-    for _, entry in ipairs(read(new[i], want - #out)) do
-      hand_out(entry[1] .. '@' .. new[i], new[i], entry[1], 1, '', entry[2])
-    end
+-- The first new event of a stream, as text that sorts, and its id.
+local peeked, heads = {}, {}
+local function peek(i, after)
+  peeked[i] = nil
+  local found = redis.pcall('XRANGE', new[i], '(' .. after, '+', 'COUNT', 1)
+  if found.err then
+    errors[#errors + 1] = new[i] .. ': ' .. found.err
+  elseif found[1] then
+    peeked[i], heads[i] = pad(found[1][1]), found[1][1]
   end
-else
-  -- In the order of the ids over all streams, since a key may have events in several.
-  local peeked = {}
-  local function peek(i)
-    peeked[i] = false
+end
+
+local function peek_all()
+  for i = 1, streams do
     local groups = redis.pcall('XINFO', 'GROUPS', new[i])
     local after = '0-0'
-    if not groups.err then
-      for _, group in ipairs(groups) do
-        local info = pairs_of(group)
-        if info['name'] == name then after = info['last-delivered-id'] end
-      end
-      local entry = redis.call('XRANGE', new[i], '(' .. after, '+', 'COUNT', 1)[1]
-      if entry then peeked[i] = pad(entry[1]) end
+    for _, group in ipairs(groups.err and {} or groups) do
+      local info = pairs_of(group)
+      if info['name'] == name then after = info['last-delivered-id'] end
+    end
+    if not groups.err then peek(i, after) end
+  end
+end
+
+-- The streams with the two oldest new events.
+local function oldest()
+  local first, second = nil, nil
+  for i = 1, streams do
+    if peeked[i] and (not first or peeked[i] < peeked[first]) then
+      first, second = i, first
+    elseif peeked[i] and (not second or peeked[i] < peeked[second]) then
+      second = i
     end
   end
-  for i = 1, streams do peek(i) end
-  local reads = 0
-  while #out < want do
-    if reads >= 4 * want + 64 then
-      more = true
-      break
+  return first, second
+end
+
+-- Stream by stream.
+local function take_plain()
+  for i = 1, streams do
+    -- A few first: their size says how many more there is room for.
+    local step = 8
+    while has_room() do
+      local count = math.min(step, want - #out)
+      local page = read(new[i], count)
+      for _, entry in ipairs(page) do
+        hand_out(entry[1] .. '@' .. new[i], new[i], entry[1], 1, '', entry[2])
+      end
+      if #page < count then break end
+      step = math.max(1, math.floor((MOST_BYTES - bytes) / (bytes / #out + 1)))
     end
-    local first = nil
-    for i = 1, streams do
-      if peeked[i] and (not first or peeked[i] < peeked[first]) then first = i end
-    end
+  end
+end
+
+-- In the order of the ids over all streams: of the stream with the oldest event as many as come before the next stream's.
+local function take_merged()
+  peek_all()
+  while has_room() do
+    local first, second = oldest()
     if not first then break end
+    local count = math.min(want - #out, 16)
+    if second then
+      count = #redis.call('XRANGE', new[first], heads[first], heads[second], 'COUNT', count)
+    end
+    local page = read(new[first], count)
+    for _, entry in ipairs(page) do
+      hand_out(entry[1] .. '@' .. new[first], new[first], entry[1], 1, '', entry[2])
+    end
+    if #page == 0 then
+      peeked[first] = nil
+    else
+      peek(first, page[#page][1])
+    end
+  end
+end
+
+-- In the order of the ids over all streams, since a key may have events in several; of a key only the first. Returns
+-- whether more was there than could be looked at.
+local function take_ordered()
+  peek_all()
+  local reads = 0
+  while has_room() do
+    if reads >= 4 * want + 64 then return true end
+    local first = oldest()
+    if not first then return false end
     local key = new[first]
     local entry = read(key, 1)[1]
     if not entry then
-      peeked[first] = false
+      peeked[first] = nil
     else
       reads = reads + 1
       local id, okey = entry[1], field_of(entry[2], 'k') or ''
@@ -210,9 +270,19 @@ else
           redis.call('HSET', ST, member, state('P', '0', 0, '', okey))
         end
       end
-      peek(first)
+      peek(first, id)
     end
   end
+  return false
+end
+
+local more = false
+if order == 'ordered' then
+  more = take_ordered()
+elseif order == 'merged' and streams > 1 then
+  take_merged()
+else
+  take_plain()
 end
 
 if #out > 0 then redis.call('HSET', P .. 'active', g, int(NOW)) end

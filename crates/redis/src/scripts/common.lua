@@ -114,6 +114,67 @@ local function add(key, fields)
   return id
 end
 
+-- How many entries a stream ever had, without those that were taken back; and its facts.
+local function total_of(key)
+  local info = redis.pcall('XINFO', 'STREAM', key)
+  if info.err then return 0, {} end
+  info = pairs_of(info)
+  local undone = tonumber(redis.call('HGET', P .. 'undone', key) or '0')
+  return info['entries-added'] - undone, info
+end
+
+-- Groups count what they have read of each stream: the count of the server is wrong after a restart, and after another
+-- program has trimmed the stream. What was removed before the group came counts as read.
+local function join_stream(g, key, name, start, make)
+  local total, info = total_of(key)
+  local last = info['last-generated-id'] or '0-0'
+  if not info['length'] and not make then return { err = 'no stream' } end
+  if start == '$' then start = last end
+  local joined = redis.pcall('XGROUP', 'CREATE', key, name, start, 'MKSTREAM')
+  if joined.err then return joined end
+  if pad(start) == pad(last) then
+    redis.call('HSET', P .. 'read:' .. g, key, int(total))
+  elseif pad(start) == pad('0-0') then
+    redis.call('HSET', P .. 'read:' .. g, key, int(total - info['length']))
+  else
+    redis.call('HDEL', P .. 'read:' .. g, key)
+  end
+  return joined
+end
+
+local function count_read(g, key, count)
+  if count > 0 and redis.call('HEXISTS', P .. 'read:' .. g, key) == 1 then
+    redis.call('HINCRBY', P .. 'read:' .. g, key, count)
+  end
+end
+
+-- How many entries of a stream a group has not read; `mine` is what the server tells of the group.
+local function unread_of(g, key, mine)
+  local after = mine['last-delivered-id']
+  local total, info = total_of(key)
+  if not info['length'] or info['length'] == 0 then return 0 end
+  if pad(info['recorded-first-entry-id']) > pad(after) then return info['length'] end
+  if #redis.call('XRANGE', key, '(' .. after, '+', 'COUNT', 1) == 0 then return 0 end
+  local read = redis.call('HGET', P .. 'read:' .. g, key)
+  -- Another program that reads for the group does not count.
+  if read and mine['consumers'] <= 1 then return math.max(1, math.min(total - tonumber(read), info['length'])) end
+  if type(mine['lag']) == 'number' then return math.max(1, math.min(mine['lag'], info['length'])) end
+  local unread, from = 0, after
+  while unread < 100000 do
+    local page = redis.call('XRANGE', key, '(' .. from, '+', 'COUNT', 500)
+    if #page == 0 then break end
+    unread = unread + #page
+    from = page[#page][1]
+  end
+  return unread
+end
+
+-- Takes back an entry that was just added.
+local function undo_add(key, id)
+  redis.call('XDEL', key, id)
+  redis.pcall('HINCRBY', P .. 'undone', key, 1)
+end
+
 -- A text that is new with every change, also after the server has lost some.
 local function nonce()
   local t = redis.call('TIME')
@@ -181,7 +242,7 @@ local function append(event, window)
   if type(id) == 'table' then return id end
   local known = redis.pcall('SET', P .. 'id:' .. event.id, event.digest .. ' ' .. id .. ' ' .. event.key, 'PX', window)
   if known.err then
-    redis.call('XDEL', event.key, id)
+    undo_add(event.key, id)
     return known
   end
   event.at = id
@@ -198,7 +259,7 @@ local function append_all(events, window)
     local answer = append(event, window)
     if answer.err then
       for _, one in ipairs(done) do
-        redis.call('XDEL', one.key, one.at)
+        undo_add(one.key, one.at)
         redis.call('DEL', P .. 'id:' .. one.id)
         local group = field_of(one.fields, 'to')
         if group then redis.call('ZREM', P .. 'addressed:' .. one.key, pad(one.at) .. '@' .. group) end
@@ -262,7 +323,7 @@ end
 -- An event that a group has finished, or never wanted, is delivered to it once more.
 local function revive(g, name, member, ordered, fields)
   local id, key = of(member)
-  redis.pcall('XGROUP', 'CREATE', key, name, '$')
+  join_stream(g, key, name, '$')
   redis.call('XCLAIM', key, name, 'everbus', 0, id, 'FORCE', 'JUSTID')
   local okey = ordered and field_of(fields, 'k') or ''
   redis.call('HSET', P .. 'again:' .. g, member, '1')

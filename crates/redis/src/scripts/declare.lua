@@ -14,7 +14,7 @@ for i = 1, n do
 end
 for i = 1, n do
   local key, dialect, start = unpack(joins[i])
-  local answer = redis.pcall('XGROUP', 'CREATE', key, name, start, 'MKSTREAM')
+  local answer = join_stream(g, key, name, start, true)
   if type(answer) == 'table' and answer.err then
     if not string.find(answer.err, 'BUSYGROUP', 1, true) then return answer end
   end

@@ -23,26 +23,16 @@ table.sort(waiting, function(a, b) return a[1] < b[1] end)
 local unread, next = 0, {}
 for _, key in ipairs(keys) do
   -- The group may not have come to this stream yet.
-  redis.pcall('XGROUP', 'CREATE', key, name, '0')
+  join_stream(g, key, name, '0-0')
   local groups = redis.pcall('XINFO', 'GROUPS', key)
   if not groups.err then
     for _, group in ipairs(groups) do
       local info = pairs_of(group)
       if info['name'] == name then
         local from = info['last-delivered-id']
-        unread = unread - unread_of_others(key, from, g)
+        unread = unread + unread_of(g, key, info) - unread_of_others(key, from, g)
         local first = redis.call('XRANGE', key, '(' .. from, '+', 'COUNT', 1)[1]
         if first then next[key] = pad(first[1]) end
-        if type(info['lag']) == 'number' then
-          unread = unread + info['lag']
-        else
-          while true do
-            local page = redis.call('XRANGE', key, '(' .. from, '+', 'COUNT', 500)
-            if #page == 0 then break end
-            unread = unread + #page
-            from = page[#page][1]
-          end
-        end
       end
     end
   end
@@ -68,6 +58,7 @@ while over > 0 do
   if not entry then
     next[first] = nil
   else
+    count_read(g, first, 1)
     redis.call('XACK', first, name, entry[1])
     local member = entry[1] .. '@' .. first
     local group = field_of(entry[2], 'to')

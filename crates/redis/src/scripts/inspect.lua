@@ -9,13 +9,11 @@ local dead_by_key = {}
 for member, letter in pairs(pairs_of(redis.call('HGETALL', P .. 'dead:' .. g))) do
   local id, key = of(letter)
   local there = redis.pcall('XRANGE', key, id, id)
-  if #there > 0 then
+  -- A letter that another program took out of the stream is none any more. One that this user may not read is.
+  if there.err or #there > 0 then
     dead = dead + 1
     local _, stream = of(member)
     dead_by_key[stream] = (dead_by_key[stream] or 0) + 1
-  else
-    -- Another program took it out of the stream.
-    redis.call('HDEL', P .. 'dead:' .. g, member)
   end
 end
 -- A lease that has ended is an event that waits.
@@ -46,18 +44,7 @@ for _, key in ipairs(redis.call('HKEYS', P .. 'streams')) do
       if not mine then
         unread = redis.call('XLEN', key)
       else
-        local lag = mine['lag']
-        if type(lag) == 'number' then
-          unread = lag
-        else
-          local from = after
-          while unread < 100000 do
-            local page = redis.call('XRANGE', key, '(' .. from, '+', 'COUNT', 500)
-            if #page == 0 then break end
-            unread = unread + #page
-            from = page[#page][1]
-          end
-        end
+        unread = unread_of(g, key, mine)
       end
       unread = math.max(unread - unread_of_others(key, after, g), 0)
       if unread > 0 then

@@ -15,6 +15,7 @@ for i = 1, #flat, 2 do
   local id, key = flat[i + 1], P .. 'letters'
   if which == 'dead' then id, key = of(flat[i + 1]) end
   local entry = redis.pcall('XRANGE', key, id, id)
-  if not entry.err and entry[1] then found[#found + 1] = { flat[i], entry[1][2] } end
+  if entry.err then return entry end
+  if entry[1] then found[#found + 1] = { flat[i], entry[1][2] } end
 end
 return { next, found }

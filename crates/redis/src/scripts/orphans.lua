@@ -13,7 +13,7 @@ for _ = 1, num() do
     if info['name'] == name then last = info['last-delivered-id'] end
   end
   if not last and not groups.err then
-    redis.call('XGROUP', 'CREATE', key, name, '0')
+    join_stream(g, key, name, '0-0')
     last = '0-0'
   end
   -- One that was handed out before, and whose process died, waits.
@@ -49,6 +49,7 @@ for _ = 1, num() do
     local answer = redis.call('XREADGROUP', 'GROUP', name, 'everbus', 'COUNT', 1, 'STREAMS', key, '>')
     local entry = answer and answer[1][2][1]
     if not entry then break end
+    count_read(g, key, 1)
     local member = entry[1] .. '@' .. key
     local token = redis.call('INCR', P .. 'token')
     redis.call('HSET', P .. 'st:' .. g, member, state('F', int(token), 0, tag, ''))

@@ -12,7 +12,7 @@ for i = 1, num() do
   answers[i] = ''
   if letter then
     local letter_id, dlq = of(letter)
-    redis.pcall('XDEL', dlq, letter_id)
+    redis.call('XDEL', dlq, letter_id)
     redis.call('HDEL', P .. 'dead:' .. g, member)
     local needed = false
     for _, other in ipairs(redis.call('HKEYS', P .. 'groups')) do

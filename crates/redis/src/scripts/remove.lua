@@ -21,7 +21,7 @@ end
 for _, letter in ipairs(redis.call('HVALS', P .. 'old:' .. g)) do
   redis.pcall('XDEL', P .. 'letters', letter)
 end
-for _, part in ipairs({ 'st:', 'lease:', 'fail:', 'inbox:', 'dead:', 'old:', 'again:', 'orphans:', 'handlers:' }) do
+for _, part in ipairs({ 'st:', 'lease:', 'fail:', 'inbox:', 'dead:', 'old:', 'again:', 'orphans:', 'handlers:', 'read:' }) do
   redis.call('DEL', P .. part .. g)
 end
 WAKE = true

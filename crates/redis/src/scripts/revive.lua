@@ -1,6 +1,6 @@
 -- Delivers events to a group once more. Arguments: group, its name, whether it is ordered, what (letter: open dead
 -- letters, event: any event, ask: nothing happens), time as text, events, each
--- with whether the group wants it. Answers for each: queued, owed, gone or none.
+-- with whether the group wants it. Answers for each: queued, owed, gone (the stream has it no more) or none.
 local g, name, ordered, what, stamp = arg(), arg(), arg() == '1', arg(), arg()
 local answers = {}
 local after = {}
@@ -9,7 +9,11 @@ for i = 1, num() do
   local id, key = of(member)
   local letter = redis.call('HGET', P .. 'dead:' .. g, member)
   local found = redis.pcall('XRANGE', key, id, id)
-  local entry = not found.err and found[1]
+  if found.err then
+    wake()
+    return found
+  end
+  local entry = found[1]
   local answer = 'queued'
   if what == 'letter' and not letter then
     answer = 'none'

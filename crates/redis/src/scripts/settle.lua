@@ -1,4 +1,4 @@
--- Applies verdicts: each one whole or not at all. Arguments: window in ms, most dead letters told of, number of
+-- Applies verdicts: each one whole or not at all. Arguments: window in ms, number of
 -- verdicts; for each: group, its name, event, token, verdict, delay, failure, reason, inbox record, dead letter
 -- (stream and fields), notices and follow-ups.
 local window, n = arg(), num()

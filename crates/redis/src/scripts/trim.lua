@@ -1,6 +1,6 @@
 -- Removes events from the beginning of a stream that every group has finished. Arguments: stream, the most
 -- events that may stay (or -1), oldest time in ms that may stay (or -1), groups that must be on the stream, groups of
--- the engine that do not want it. Events with an open dead letter stay.
+-- the engine that do not want it. An open dead letter has its event, which need not stay for it.
 local key, most, oldest = arg(), num(), num()
 if redis.call('TYPE', key).ok ~= 'stream' then return '0' end
 local want = nil
@@ -45,12 +45,6 @@ for _, group in ipairs(redis.call('XINFO', 'GROUPS', key)) do
 end
 for _, name in ipairs(must) do
   if not groups[name] then return '0' end
-end
-for _, g in ipairs(redis.call('HKEYS', P .. 'groups')) do
-  for _, member in ipairs(redis.call('HKEYS', P .. 'dead:' .. g)) do
-    local id, of_key = of(member)
-    if of_key == key then lower(id) end
-  end
 end
 if floor and floor[1] < pad(want) then want = floor[2] end
 redis.call('ZREMRANGEBYLEX', P .. 'addressed:' .. key, '-', '(' .. pad(want))

@@ -2,11 +2,12 @@
 
 use std::sync::{Arc, Mutex};
 
-use everbus_core::{Clock, Engine, SystemClock};
+use everbus_core::{Clock, Engine, Event, Settlement, SystemClock, Verdict};
 use everbus_testkit::conformance::Harness;
 use everbus_testkit::servers::Flavour;
 use tokio::task::JoinHandle;
 
+use crate::plain::{Plain, group, options, publish};
 use crate::{conformance, server};
 
 #[derive(Debug)]
@@ -75,3 +76,34 @@ impl Harness for Beside {
 // conformance: framework/broker-redis: the same contract holds on Redis with a SQLite file beside it
 // conformance: contract/redis-beside: the Redis engine with a SQLite file beside it passes the suite, against a real server
 everbus_testkit::conformance_tests!(Beside::new());
+
+// conformance: contract/redis-beside-repeated: a follow-up that an earlier run appended with another body does not turn a handled event into a failure, and the other follow-ups are stored
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_repeated_follow_up_with_another_body_is_there_already() {
+    let beside = Beside::new();
+    let Some(url) = beside.url.clone() else {
+        return;
+    };
+    let engine = beside.open(Arc::new(SystemClock)).await;
+    let spec = group("g", &["order.placed"]);
+    engine.broker.declare(spec).await.unwrap();
+    let one = Event::builder("mail.sent").json(&1).build().unwrap();
+    engine.broker.append(vec![one.clone()]).await.unwrap();
+    let changed = Event::builder("mail.sent").id(one.id()).json(&2);
+    let changed = changed.build().unwrap();
+    let new = |n: u64| Event::builder("mail.sent").json(&n).build().unwrap();
+    let plain = Plain::connect(&url).await;
+    for follow_ups in [vec![changed.clone()], vec![new(3), changed.clone(), new(4)]] {
+        publish(&engine, "order.placed").await;
+        let consumer = engine.broker.consume("g".parse().unwrap(), options());
+        let mut consumer = consumer.await.unwrap();
+        let delivery = consumer.fetch(1).await.unwrap().remove(0);
+        let mut done = Settlement::new(delivery.lease, Verdict::Ack);
+        done.follow_ups = follow_ups;
+        let answers = engine.broker.settle(vec![done]).await.unwrap();
+        answers.into_iter().next().unwrap().unwrap();
+        consumer.close().await.unwrap();
+    }
+    assert_eq!(plain.number(&["XLEN", "mail:sent"]).await, 3);
+}

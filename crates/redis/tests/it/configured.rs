@@ -1,5 +1,6 @@
 //! The configuration file of the framework specification.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use everbus::{Bus, Config, Message};
@@ -10,7 +11,7 @@ use serde_json::{Value, json};
 use crate::plain::{Plain, until};
 use crate::server;
 
-/// The block of the section Configuration, with one of its consumers.
+/// The block of the section Configuration, as written.
 const SPECIFICATION: &str = r#"broker:
   type: "redis"                     # redis | nats | kafka
   url: "${REDIS_URL}"
@@ -37,12 +38,20 @@ consumers:
       backoff_max: 10
     processing_timeout: 30
 
+  signal-processor:
+    stream: "signals:price-update"
+    group: "signal-processor"
+    criticality: best_effort        # Skip stale, never block
+    processing_timeout: 5
+
 backpressure:
   max_staleness_ms:
+    "signals:price-update": 5000
+    "agents:task-completed": 60000
     "orders:order-placed": 0        # Never skip
 "#;
 
-// conformance: framework/config-redis: the file of the specification opens the Redis engine, without a store, and its consumer runs: attempts, then a dead letter
+// conformance: framework/config-redis: the file of the specification opens the Redis engine, without a store, and its consumers run: attempts, then a dead letter; its caps are those of the streams
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_file_of_the_specification_runs_as_written() {
@@ -75,7 +84,19 @@ async fn the_file_of_the_specification_runs_as_written() {
         .handler(handler)
         .await
         .unwrap();
+    let prices = Arc::new(AtomicU64::new(0));
+    let counted = prices.clone();
+    bus.subscribe("signals.price.update")
+        .group("signal-processor")
+        .handler(move || {
+            counted.fetch_add(1, Ordering::SeqCst);
+            std::future::ready(())
+        })
+        .await
+        .unwrap();
     bus.start().await.unwrap();
+    let tick = Event::builder("signals.price.update").json(&json!({"price": 1}));
+    bus.publish(tick.build().unwrap()).await.unwrap();
     for order in 1..=3 {
         let event = Event::builder("orders.order.placed").json(&json!({"order": order}));
         bus.publish(event.build().unwrap()).await.unwrap();
@@ -91,6 +112,18 @@ async fn the_file_of_the_specification_runs_as_written() {
     let expected = [(1, 1), (2, 1), (2, 2), (2, 3), (3, 1)];
     let expected = expected.map(|(order, attempt)| (Some(order), attempt));
     assert_eq!(seen, expected, "three attempts, and the others once");
+    assert_eq!(prices.load(Ordering::SeqCst), 1);
+    // The upkeep trims by what it records.
+    for (stream, most) in [
+        ("signals:price-update", "10000"),
+        ("orders:order-placed", "500000"),
+    ] {
+        until("the cap of a stream", async || {
+            let limit = plain.text(&["HGET", "everbus:limits", stream]).await;
+            limit.split(' ').next() == Some(most)
+        })
+        .await;
+    }
     let letters = bus.engine().dead_letters().unwrap();
     assert_eq!(letters.count(Default::default()).await.unwrap(), 1);
     bus.shutdown().await.unwrap();

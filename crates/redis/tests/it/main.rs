@@ -8,11 +8,15 @@
 
 mod bad_input;
 mod beside;
+mod bridge;
+mod claims;
 mod configured;
 mod conformance;
 mod failure_modes;
 mod faststream;
 mod faults;
+mod letters;
+mod others;
 mod plain;
 mod server;
 mod valkey;
