@@ -39,6 +39,12 @@ const MOST_CLOSED: usize = 1000;
 const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// How many fresh events a claim looks at.
 const LOOKED_AT: usize = 10_000;
+/// A partition with more fresh events than this is full.
+const MOST_FRESH: usize = 1_000;
+/// As is one whose events are larger than this together.
+const MOST_BYTES: usize = 32 << 20;
+/// A partition that could not be committed is tried again after this long.
+const AFTER_REFUSAL: Duration = Duration::from_secs(1);
 
 /// The events of one group.
 pub(crate) struct Board {
@@ -78,9 +84,9 @@ pub(crate) struct Part {
     begun: u64,
     /// The highest place that was fetched.
     position: u64,
-    /// Where it begins is known.
-    anchored: bool,
     rows: BTreeMap<u64, Row>,
+    /// The payloads of the rows.
+    bytes: usize,
     /// Unfinished rows up to `begun`, about.
     open: usize,
     inherited: BTreeMap<u64, Entry>,
@@ -91,6 +97,8 @@ pub(crate) struct Part {
     committed: u64,
     /// Something changed that need not be durable at once.
     lazy: bool,
+    /// The server refused to commit it; it is not asked again before this.
+    refused_until: Option<Instant>,
 }
 
 /// An event that is not finished.
@@ -165,10 +173,11 @@ impl Seat {
         }
     }
 
-    fn handles(&self, event_type: &str) -> bool {
-        self.handled
-            .iter()
-            .any(|pattern| pattern.matches(event_type))
+    /// Whether it has a handler for an event. A record that cannot be read needs none: it is dead-lettered.
+    fn takes(&self, row: &Row) -> bool {
+        let event_type = row.record.event.event_type();
+        let handles = |pattern: &Pattern| pattern.matches(event_type);
+        row.foreign.is_some() || self.handled.iter().any(handles)
     }
 }
 
@@ -195,6 +204,20 @@ pub(crate) struct Snapshot {
     pub(crate) offset: i64,
     pub(crate) metadata: String,
     pub(crate) version: u64,
+}
+
+/// The name of a topic, and a partition of it.
+pub(crate) type Partition = (String, i32);
+
+/// How much of a partition was fetched and not handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Load {
+    /// Little: more may be fetched.
+    Light,
+    /// So much that a partition that was full stays so.
+    Some,
+    /// So much that no more is to be fetched.
+    Full,
 }
 
 /// What [`Board::arrive`] did with a record.
@@ -250,14 +273,13 @@ impl Board {
     // Partitions.
 
     /// A partition was assigned. `saved` is what the group committed last, `None` if nothing: then it begins
-    /// at `start`. If it is not `anchored`, the server did not say, and the first record does.
+    /// at `start`.
     pub(crate) fn open_part(
         &mut self,
         topic: Arc<Topic>,
         partition: i32,
         start: u64,
         saved: Option<Saved>,
-        anchored: bool,
     ) {
         let shard = topic.shard(partition);
         self.close_shard(shard);
@@ -272,8 +294,8 @@ impl Board {
             position: saved.progress.floor(),
             begun: saved.begun,
             progress: saved.progress,
-            anchored,
             rows: BTreeMap::new(),
+            bytes: 0,
             open: 0,
             inherited: saved.entries,
             dead: saved.dead,
@@ -281,6 +303,7 @@ impl Board {
             version: 0,
             committed: 0,
             lazy: false,
+            refused_until: None,
         };
         self.parts.insert(slot, part);
     }
@@ -330,6 +353,7 @@ impl Board {
     fn forget(&mut self, id: RowId) -> Option<Row> {
         let part = self.parts.get_mut(&id.0)?;
         let row = part.rows.remove(&id.1)?;
+        part.bytes -= row.record.event.payload().len();
         if id.1 <= part.begun {
             part.open = part.open.saturating_sub(1);
         }
@@ -383,10 +407,6 @@ impl Board {
             return Arrived::Expected;
         };
         let mut arrived = Arrived::Expected;
-        if !part.anchored {
-            part.progress = Progress::new(place - 1);
-            (part.position, part.anchored) = (place - 1, true);
-        }
         if place <= part.position {
             // Offsets only rise: the topic was removed and created again.
             let places: Vec<u64> = part.rows.keys().copied().collect();
@@ -428,7 +448,9 @@ impl Board {
     }
 
     fn insert(&mut self, slot: u32, read: Read, entry: Option<Entry>, now: (Instant, Timestamp)) {
-        let Read { record, foreign } = read;
+        let Read {
+            record, foreign, ..
+        } = read;
         let place = record.position.place();
         let key = match self.ordered {
             true => record.event.ordering_key().map(|key| Arc::from(&*key)),
@@ -465,6 +487,7 @@ impl Board {
         }
         if let Some(part) = self.parts.get_mut(&slot) {
             part.open += usize::from(place <= part.begun);
+            part.bytes += row.record.event.payload().len();
             part.rows.insert(place, row);
         }
         match due {
@@ -576,7 +599,8 @@ impl Board {
         for (slot, part) in &self.parts {
             let fresh = part.rows.iter().filter(|(_, row)| {
                 let held = matches!(row.state, State::Held { .. });
-                row.attempts == 0 && !held && !wanted(&row.record.event)
+                let foreign = row.foreign.is_some();
+                row.attempts == 0 && !held && !foreign && !wanted(&row.record.event)
             });
             unwanted.extend(fresh.map(|(place, _)| (*slot, *place)));
         }

@@ -1,6 +1,6 @@
 //! The broker, and what its parts share.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -10,7 +10,6 @@ use everbus_core::{
     Event, EventId, GroupInfo, GroupName, GroupSpec, Lease, Result, Settlement, Streams,
     SubscriptionInfo, Timestamp, Weakness, no_group,
 };
-use futures_util::future::join_all;
 use parking_lot::{Mutex, RwLock};
 use rdkafka::consumer::BaseConsumer;
 
@@ -36,7 +35,8 @@ pub(crate) struct Shared {
     pub(crate) routes: RwLock<Arc<Streams>>,
     /// Topics that are known to exist, by name.
     pub(crate) topics: Mutex<HashMap<String, Arc<Topic>>>,
-    pub(crate) dead_topics: Mutex<HashSet<String>>,
+    /// Topics of dead letters that are known to exist, and the largest letter that each takes.
+    pub(crate) dead_topics: Mutex<HashMap<String, usize>>,
     /// One topic is created at a time.
     pub(crate) declaring: tokio::sync::Mutex<()>,
     /// The members of groups in this process.
@@ -247,8 +247,7 @@ impl Broker for Kafka {
     fn settle(&self, settlements: Vec<Settlement>) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
         Box::pin(async move {
             let _running = self.shared.link.enter()?;
-            let settled = settlements.into_iter().map(|s| self.shared.settle_one(s));
-            Ok(join_all(settled).await)
+            Ok(self.shared.settle_all(settlements).await)
         })
     }
 

@@ -15,10 +15,11 @@ use rdkafka::config::{FromClientConfigAndContext as _, RDKafkaLogLevel};
 use rdkafka::consumer::{BaseConsumer, ConsumerContext};
 use rdkafka::error::KafkaError;
 use rdkafka::producer::{FutureProducer, Producer as _};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, OnceCell};
 
 use crate::config::{Address, Options};
 use crate::errors::{is_passing, refused};
+use crate::topics::{self, Defaults};
 
 /// Records are checked against the limit of their topic; the client's own is out of the way.
 const CLIENT_MAX_BYTES: &str = "1000000000";
@@ -83,6 +84,9 @@ pub(crate) struct Link {
     pub(crate) closing: Notify,
     running: AtomicUsize,
     idle: Notify,
+    /// The broker that answered first.
+    broker: i32,
+    defaults: OnceCell<Defaults>,
 }
 
 /// A call that is under way: [`Link::quiet`] waits for it.
@@ -118,7 +122,8 @@ fn config(address: &Address, options: &Options) -> Result<ClientConfig> {
         .set("socket.nagle.disable", "true")
         .set("reconnect.backoff.ms", "20")
         .set("reconnect.backoff.max.ms", "1000")
-        .set("topic.metadata.refresh.interval.ms", "60000")
+        // A member that subscribes to a topic before every broker knows it looks again after this long.
+        .set("topic.metadata.refresh.interval.ms", "10000")
         .set(
             "socket.timeout.ms",
             millis(options.timeout.max(Duration::from_secs(1))),
@@ -162,7 +167,7 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
     };
     let admin = AdminClient::from_config_and_context(&config, context.clone()).map_err(unusable)?;
     let producer = producer(&config, context, options.timeout).map_err(unusable)?;
-    let link = Link {
+    let mut link = Link {
         config,
         servers: address.servers.clone(),
         timeout: options.timeout,
@@ -173,6 +178,8 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
         closing: Notify::new(),
         running: AtomicUsize::new(0),
         idle: Notify::new(),
+        broker: 0,
+        defaults: OnceCell::new(),
     };
     let producer = link.producer();
     let (timeout, trouble) = (link.timeout, link.trouble.clone());
@@ -184,7 +191,9 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
                 .client()
                 .fetch_metadata(Some("everbus.asks"), slice)
             {
-                Ok(metadata) if !metadata.brokers().is_empty() => return Ok(()),
+                Ok(metadata) if !metadata.brokers().is_empty() => {
+                    return Ok(metadata.orig_broker_id());
+                }
                 Ok(_) => {}
                 Err(error) => {
                     let late = begin.elapsed() > SETTLED && trouble.last().is_some();
@@ -196,7 +205,10 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
         }
     });
     match reached.await? {
-        Ok(()) => Ok(link),
+        Ok(broker) => {
+            link.broker = broker;
+            Ok(link)
+        }
         Err(error) => Err(not_connected(&link, &error)),
     }
 }
@@ -326,6 +338,14 @@ impl Link {
             }
         };
         let _ = tokio::time::timeout(self.timeout, quiet).await;
+    }
+
+    /// What the cluster gives topics whose creation says nothing.
+    pub(crate) async fn defaults(&self) -> Defaults {
+        let asked = self
+            .defaults
+            .get_or_init(|| topics::defaults(self, self.broker));
+        *asked.await
     }
 
     pub(crate) fn admin(&self) -> &AdminClient<Plain> {

@@ -7,7 +7,20 @@ use std::time::Duration;
 use everbus_core::{Clock, Code, Error, Result, SystemClock};
 
 /// Which events share a topic, where no streams are declared. A declared stream is a topic of its own.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    Default,
+    PartialEq,
+    Eq,
+    Hash,
+    PartialOrd,
+    Ord,
+    serde::Serialize,
+    serde::Deserialize,
+)]
+#[serde(rename_all = "snake_case")]
 pub enum Topics {
     /// A topic for each domain: `order.placed` and `order.paid` are in `order`. Order by key holds within it.
     #[default]

@@ -35,6 +35,11 @@ fn text(value: &impl serde::Serialize) -> Result<Option<String>> {
     })
 }
 
+/// A number that no other declaration has.
+fn number() -> String {
+    format!("{:016x}", fastrand::u64(..))
+}
+
 impl Shared {
     pub(crate) async fn declare(
         self: &Arc<Self>,
@@ -88,7 +93,7 @@ impl Shared {
     ) -> Result<Vec<(Key, Option<String>)>> {
         spec.check_new()?;
         let name = spec.name.as_str().to_owned();
-        let number = format!("{:016x}", fastrand::u64(..));
+        let number = number();
         let patterns: Vec<Pattern> = spec
             .subscriptions
             .iter()
@@ -108,10 +113,9 @@ impl Shared {
         };
         let mut facts = Vec::new();
         for (topic, offsets) in &starts {
-            facts.push((
-                Key::Start(name.clone(), topic.clone(), number.clone()),
-                text(offsets)?,
-            ));
+            let [creation, own] = [number.clone(), number.clone()];
+            let key = Key::Start(name.clone(), topic.clone(), creation, own);
+            facts.push((key, text(offsets)?));
         }
         facts.push((Key::Group(name.clone(), number), text(&creation)?));
         let after = cursor(&reached, &starts).to_string();
@@ -178,9 +182,12 @@ impl Shared {
         reached.retain(|topic| !before.iter().any(|known| known.name == topic.name));
         let starts = self.starts(&reached, &patterns, StartFrom::New).await?;
         let mut facts = Vec::new();
+        // A number of its own: another process may say the same of this topic at this moment.
+        let number = number();
         for (topic, offsets) in &starts {
-            for number in &record.creations {
-                let key = Key::Start(name.clone(), topic.clone(), number.clone());
+            for creation in &record.creations {
+                let (creation, number) = (creation.clone(), number.clone());
+                let key = Key::Start(name.clone(), topic.clone(), creation, number);
                 facts.push((key, text(offsets)?));
             }
         }
@@ -256,7 +263,22 @@ impl Shared {
                 continue;
             };
             let key = Key::Subscription(record.name.as_str().to_owned(), name.clone());
-            return self.registry.write(&self.link, vec![(key, None)]).await;
+            let mut facts = vec![(key, None)];
+            // A subscription that reaches these topics again says anew where they begin.
+            let others = record
+                .subscriptions
+                .iter()
+                .filter(|(other, _)| *other != name);
+            let others: Vec<Pattern> = others
+                .filter_map(|(_, other)| Pattern::new(&other.pattern).ok())
+                .collect();
+            for (topic, note) in self.registry.topics() {
+                if note.is_reached(&record.patterns) && !note.is_reached(&others) {
+                    let starts = self.registry.starts_of(&record.name, &topic);
+                    facts.extend(starts.into_iter().map(|key| (key, None)));
+                }
+            }
+            return self.registry.write(&self.link, facts).await;
         }
         let what = format!("there is no subscription {id}");
         Err(Error::new(Code::SubscriptionNotFound, what))

@@ -52,6 +52,22 @@ pub(crate) fn of_kind(what: &str, kind: Kind) -> Error {
             Code::InvalidSetting,
             "broker.tls.ca names the root certificate of the server",
         ),
+        Kind::InvalidSessionTimeout => new(
+            Code::InvalidSetting,
+            "the server takes sessions between group.min.session.timeout.ms and group.max.session.timeout.ms",
+        ),
+        Kind::InconsistentGroupProtocol => new(
+            Code::InvalidSetting,
+            "another program is a member of this consumer group: give the group another name, or end that program",
+        ),
+        Kind::GroupMaxSizeReached => new(
+            Code::InvalidSetting,
+            "the group has as many members as group.max.size of the server allows",
+        ),
+        Kind::BadCompression | Kind::NotImplemented => new(
+            Code::Unsupported,
+            "records are damaged, or compressed in a way that this build does not read",
+        ),
         Kind::UnsupportedVersion | Kind::UnsupportedFeature => new(
             Code::Unsupported,
             "the cluster refuses the version of this client: Kafka 2.3 and newer are supported",
@@ -115,6 +131,50 @@ pub(crate) fn is_passing(error: &KafkaError) -> bool {
                 | Kind::PreferredLeaderNotAvailable
                 | Kind::FencedLeaderEpoch
                 | Kind::UnknownLeaderEpoch
+                | Kind::AllBrokersDown
+                | Kind::BrokerNotAvailable
+                | Kind::BrokerDestroy
+                | Kind::NotController
+                | Kind::Unknown
+                | Kind::UnknownTopicId
+                | Kind::Resolve
+                | Kind::OperationTimedOut
+                | Kind::RequestTimedOut
+                | Kind::MessageTimedOut
+                | Kind::WaitingForCoordinator
+                | Kind::InProgress
+                | Kind::PreviousInProgress
+                | Kind::NetworkException
+                | Kind::KafkaStorageError
+                | Kind::NotEnoughReplicas
+                | Kind::OffsetNotAvailable
+                | Kind::UnstableOffsetCommit
+                | Kind::FetchSessionIdNotFound
+                | Kind::InvalidFetchSessionEpoch
+                // The member joins its group again by itself.
+                | Kind::PollExceeded
+                | Kind::AssignmentLost
+                | Kind::IllegalGeneration
+                | Kind::UnknownMemberId
+                | Kind::MemberIdRequired
+                | Kind::RebalanceInProgress
+                // It reads from the first record that is there; what is missing is found by its gap.
+                | Kind::OffsetOutOfRange
+                | Kind::AutoOffsetReset
+        )
+    )
+}
+
+/// Whether records that were fetched cannot be read.
+pub(crate) fn is_damage(error: &KafkaError) -> bool {
+    matches!(
+        kind(error),
+        Some(
+            Kind::BadMessage
+                | Kind::BadCompression
+                | Kind::NotImplemented
+                | Kind::InvalidMessage
+                | Kind::MessageSizeTooLarge
         )
     )
 }

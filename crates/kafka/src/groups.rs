@@ -1,8 +1,8 @@
 //! Groups, subscriptions and topics as the cluster keeps them: records in a compacted topic of one partition.
 //!
 //! Kafka has no compare-and-set. So nothing is changed in place: every fact has a key of its own, and facts that
-//! two processes write at the same time add up. A group is the sum of its *creations*; the start of the earliest
-//! one counts. A thread reads the topic as it grows. [`Registry::sync`] waits until it has everything that was
+//! two processes write at the same time add up. A group is the sum of its *creations*; the earliest start counts. A
+//! topic has all types that were noted of it. A thread reads the topic as it grows. [`Registry::sync`] waits until it has everything that was
 //! written before.
 
 use std::collections::{BTreeMap, HashMap};
@@ -23,10 +23,13 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::client::{Link, Plain, blocking, patiently};
-use crate::errors::refused;
+use crate::config::Topics;
+use crate::errors::{is_passing, refused};
 
 /// How often a fact without an offset is written.
 const RESENDS: usize = 5;
+/// How long the reader waits after an error that does not pass by itself.
+const AFTER_ERROR: Duration = Duration::from_secs(1);
 
 /// A group as one process created it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -54,13 +57,20 @@ pub(crate) struct Subscription {
 pub(crate) struct Note {
     pub(crate) short: String,
     pub(crate) dialect: String,
-    /// How types are spread over topics, where no streams are declared: `domain`, `single` or `type`.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) naming: Option<String>,
-    /// The patterns of a declared stream. They only grow: events of earlier ones are in the topic.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) patterns: Vec<String>,
     pub(crate) partitions: i32,
+    /// Which events it may have. They are facts of their own, and only grow: events of earlier ones are in the topic.
+    #[serde(skip)]
+    pub(crate) types: Vec<Types>,
+}
+
+/// Types of events that a topic may have.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Types {
+    /// Those that this naming puts there, where no streams are declared.
+    Named(Topics),
+    /// Those that a pattern of a declared stream matches.
+    Pattern(String),
 }
 
 /// The key of a fact.
@@ -71,9 +81,12 @@ pub(crate) enum Key {
     Group(String, String),
     /// A subscription: group and name.
     Subscription(String, String),
-    /// Where a group begins in a topic: group, topic, the number of the creation or change.
-    Start(String, String, String),
+    /// Where a group begins in a topic: group, topic, the number of the creation, and that of the declaration that
+    /// says so.
+    Start(String, String, String, String),
     Topic(String),
+    /// Types that a topic may have.
+    Types(String, Types),
 }
 
 /// A group: all that is known of it.
@@ -198,8 +211,12 @@ impl Registry {
                         further
                     });
                 }
-                Some(Err(error)) => {
+                Some(Err(error)) if is_passing(&error) => {
                     tracing::debug!(target: "everbus::kafka", %error, "reading the groups");
+                }
+                Some(Err(error)) => {
+                    tracing::error!(target: "everbus::kafka", %error, "the groups cannot be read");
+                    std::thread::sleep(AFTER_ERROR);
                 }
             }
         }
@@ -216,8 +233,8 @@ impl Registry {
             None => _ = facts.all.remove(&key),
         }
         match key {
-            Key::Topic(name) => facts.update_topic(&name),
-            Key::Group(name, _) | Key::Subscription(name, _) | Key::Start(name, _, _) => {
+            Key::Topic(name) | Key::Types(name, _) => facts.update_topic(&name),
+            Key::Group(name, _) | Key::Subscription(name, _) | Key::Start(name, ..) => {
                 facts.update_group(&name);
             }
         }
@@ -325,14 +342,21 @@ impl Registry {
         self.facts.read().topics.get(name).cloned()
     }
 
+    /// The facts that say where a group begins in a topic.
+    pub(crate) fn starts_of(&self, group: &GroupName, topic: &str) -> Vec<Key> {
+        let facts = self.facts.read();
+        let own = |key: &&Key| matches!(key, Key::Start(of, at, ..) if of == group.as_str() && at == topic);
+        facts.all.keys().filter(own).cloned().collect()
+    }
+
     /// The keys of everything that is known of a group.
     pub(crate) fn keys_of(&self, group: &GroupName) -> Vec<Key> {
         let facts = self.facts.read();
         let own = |key: &&Key| match key {
-            Key::Group(name, _) | Key::Subscription(name, _) | Key::Start(name, _, _) => {
+            Key::Group(name, _) | Key::Subscription(name, _) | Key::Start(name, ..) => {
                 name == group.as_str()
             }
-            Key::Topic(_) => false,
+            Key::Topic(_) | Key::Types(..) => false,
         };
         // Creations last: until then the group is there.
         let mut keys: Vec<Key> = facts.all.keys().filter(own).cloned().collect();
@@ -357,10 +381,18 @@ impl Facts {
     fn update_topic(&mut self, name: &str) {
         let fact = self.all.get(&Key::Topic(name.to_owned()));
         let note = fact.and_then(|(_, text)| serde_json::from_str::<Note>(text).ok());
-        match note {
-            Some(note) => _ = self.topics.insert(name.to_owned(), Arc::new(note)),
-            None => _ = self.topics.remove(name),
+        let Some(mut note) = note else {
+            self.topics.remove(name);
+            return;
+        };
+        let first = Key::Types(name.to_owned(), Types::Named(Topics::Domain));
+        for key in self.all.range(first..).map(|(key, _)| key) {
+            match key {
+                Key::Types(of, types) if of == name => note.types.push(types.clone()),
+                _ => break,
+            }
         }
+        self.topics.insert(name.to_owned(), Arc::new(note));
     }
 
     fn update_group(&mut self, name: &str) {
@@ -429,34 +461,113 @@ impl Facts {
                 record.subscriptions.insert(own.clone(), subscription);
             }
         }
-        let mut starts: BTreeMap<String, Vec<Vec<i64>>> = BTreeMap::new();
-        let first = Key::Start(name.to_owned(), String::new(), String::new());
+        let mut starts: BTreeMap<String, Vec<(&str, Vec<i64>)>> = BTreeMap::new();
+        let none = String::new;
+        let first = Key::Start(name.to_owned(), none(), none(), none());
         for (key, (_, text)) in self.all.range(first..) {
-            let Key::Start(of, topic, number) = key else {
+            let Key::Start(of, topic, creation, _) = key else {
                 break;
             };
             if of != name {
                 break;
             }
-            if record.creations.contains(number)
+            if record.creations.contains(creation)
                 && let Ok(offsets) = serde_json::from_str::<Vec<i64>>(text)
             {
-                starts.entry(topic.clone()).or_default().push(offsets);
+                let known = starts.entry(topic.clone()).or_default();
+                known.push((creation, offsets));
             }
         }
-        // A topic that a creation did not know appeared after it, and begins with its first event.
+        // A topic that a creation did not know appeared after it, and begins with its first event. Of several
+        // declarations that say where a topic begins the earliest counts: each of them was answered, and events
+        // after it are owed. One that comes when a member has begun at a later start owes nothing before that: the
+        // later one was taken from the end of the topic before this one was written, and so before it was answered.
         for (topic, all) in starts {
-            if all.len() < record.creations.len() {
+            let knows = |creation: &String| all.iter().any(|(of, _)| of == creation);
+            if !record.creations.iter().all(knows) {
                 continue;
             }
-            let shortest = all.iter().map(Vec::len).min().unwrap_or(0);
-            let least = |partition: usize| all.iter().map(|offsets| offsets[partition]).min();
-            let offsets = (0..shortest).filter_map(least).collect();
+            let shortest = all.iter().map(|(_, offsets)| offsets.len()).min();
+            let least = |partition: usize| all.iter().map(|(_, offsets)| offsets[partition]).min();
+            let offsets = (0..shortest.unwrap_or(0)).filter_map(least).collect();
             record.starts.insert(topic, offsets);
         }
         let patterns = record.subscriptions.values();
         let patterns = patterns.filter_map(|s| Pattern::new(&s.pattern).ok());
         record.patterns = patterns.collect();
         Some(record)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(all: &[(Key, &str)]) -> Facts {
+        let mut facts = Facts::default();
+        for (offset, (key, text)) in (0..).zip(all) {
+            facts.all.insert(key.clone(), (offset, (*text).to_owned()));
+        }
+        facts
+    }
+
+    const CREATION: &str = r#"{"ordered":false,"created_at":"2026-01-01T00:00:00Z"}"#;
+
+    fn start(creation: &str, declaration: &str) -> Key {
+        let [group, topic] = ["g", "order"].map(str::to_owned);
+        Key::Start(group, topic, creation.to_owned(), declaration.to_owned())
+    }
+
+    fn group(creation: &str) -> Key {
+        Key::Group("g".to_owned(), creation.to_owned())
+    }
+
+    // conformance: contract/kafka-start-race: of two declarations at the same time that say where a group begins in a topic the earlier start counts
+    #[test]
+    fn the_earliest_start_counts_in_whatever_order_they_are_written() {
+        for later_first in [false, true] {
+            let mut all = vec![
+                (group("a"), CREATION),
+                (start("a", "one"), "[10,7]"),
+                (start("a", "two"), "[12,5]"),
+            ];
+            if later_first {
+                all.swap(1, 2);
+            }
+            let record = facts(&all).record("g").unwrap();
+            assert_eq!(record.starts["order"], [10, 5]);
+        }
+    }
+
+    #[test]
+    fn a_topic_that_one_creation_did_not_know_begins_with_its_first_event() {
+        let mut all = vec![
+            (group("a"), CREATION),
+            (group("b"), CREATION),
+            (start("a", "one"), "[10]"),
+            (start("a", "two"), "[11]"),
+        ];
+        assert!(facts(&all).record("g").unwrap().starts.is_empty());
+        all.push((start("b", "three"), "[12]"));
+        assert_eq!(facts(&all).record("g").unwrap().starts["order"], [10]);
+    }
+
+    // conformance: contract/kafka-types-add-up: the types that processes note of a topic add up
+    #[test]
+    fn types_of_a_topic_add_up() {
+        let types = |types| Key::Types("order".to_owned(), types);
+        let mut facts = facts(&[
+            (types(Types::Pattern("order.paid".to_owned())), ""),
+            (
+                Key::Topic("order".to_owned()),
+                r#"{"short":"order","dialect":"native","partitions":1}"#,
+            ),
+            (types(Types::Named(Topics::Domain)), ""),
+        ]);
+        facts.update_topic("order");
+        let note = &facts.topics["order"];
+        let reached = |text: &str| note.is_reached(&[Pattern::new(text).unwrap()]);
+        assert!(reached("order.paid") && reached("order.placed"));
+        assert!(!reached("mail.sent"));
     }
 }

@@ -1,32 +1,32 @@
 //! This process as a member of a consumer group: one client for all consumers of the group here.
 //!
-//! Two threads: one polls, always, so that the server never takes the process for dead; the other commits. A
-//! commit has the progress of every partition that changed since the last one, so settlements that wait at the
-//! same time share one.
+//! Two threads: one polls, always, so that the server never takes the process for dead (here, and `partitions`);
+//! the other commits (`commit`).
 
-use std::collections::{BTreeSet, HashMap};
+mod commit;
+mod partitions;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use everbus_core::{Clock, Code, Error, Result, no_group};
 use parking_lot::{Condvar, Mutex, RwLock};
+use rdkafka::TopicPartitionList;
 use rdkafka::client::ClientContext;
 use rdkafka::config::{FromClientConfigAndContext as _, RDKafkaLogLevel};
-use rdkafka::consumer::{
-    BaseConsumer, CommitMode, Consumer as _, ConsumerContext, RebalanceProtocol,
-};
+use rdkafka::consumer::{BaseConsumer, Consumer as _, ConsumerContext, RebalanceProtocol};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Kind};
 use rdkafka::message::Message as _;
 use rdkafka::types::RDKafkaRespErr;
-use rdkafka::{Offset, TopicPartitionList};
 use tokio::sync::Notify;
 
-use crate::board::{Arrived, Board, Snapshot};
+use crate::board::{Arrived, Board, Partition};
 use crate::client::{Link, Trouble};
-use crate::errors::{kind, refused};
+use crate::errors::{is_damage, is_passing, kind, refused};
 use crate::groups::{Record, Registry};
-use crate::progress::Saved;
 use crate::topics::Topic;
 use crate::wire;
 
@@ -34,10 +34,8 @@ use crate::wire;
 const POLL: Duration = Duration::from_millis(50);
 /// The most records that are sorted in one turn.
 const TURN: usize = 500;
-/// Fresh events beyond this are not fetched.
-const FULL: usize = 2_000;
-/// A full board is looked at again after this long; then partitions are paused.
-const PATIENCE: Duration = Duration::from_millis(20);
+/// The same error is reported again after this long.
+const REMINDED: Duration = Duration::from_secs(30);
 /// How long progress over events that nobody wants may be uncommitted.
 const LAZY: Duration = Duration::from_millis(500);
 /// How long a member without consumers stays in its group.
@@ -74,6 +72,10 @@ pub(crate) struct Member {
     pub(crate) ended: AtomicBool,
     /// An error that consumers are told.
     error: Mutex<Option<Error>>,
+    /// Errors that were reported, and when.
+    reported: Mutex<HashMap<String, Instant>>,
+    /// Partitions that are not fetched from, since they are full.
+    paused: Mutex<BTreeSet<Partition>>,
     idle_since: Mutex<Option<Instant>>,
 }
 
@@ -90,6 +92,9 @@ impl ClientContext for Context {
 
     fn error(&self, error: KafkaError, reason: &str) {
         tracing::debug!(target: "everbus::kafka", %error, reason, "member");
+        if let Some(member) = self.member.upgrade() {
+            member.trouble(&error);
+        }
     }
 }
 
@@ -164,6 +169,8 @@ impl Member {
             state: AtomicU8::new(RUNNING),
             ended: AtomicBool::new(false),
             error: Mutex::default(),
+            reported: Mutex::default(),
+            paused: Mutex::default(),
             idle_since: Mutex::default(),
         });
         let context = Context {
@@ -244,6 +251,22 @@ impl Member {
         self.changed.notify_waiters();
     }
 
+    /// Reports an error that does not pass by itself: to the log and to a consumer. The client repeats such errors
+    /// many times a second, and consumers have other partitions to work on, so the same one is reported again only
+    /// after a while.
+    fn complain(&self, error: Error) {
+        let text = error.to_string();
+        let mut reported = self.reported.lock();
+        reported.retain(|_, at| at.elapsed() < REMINDED);
+        if reported.contains_key(&text) {
+            return;
+        }
+        reported.insert(text, Instant::now());
+        drop(reported);
+        tracing::error!(target: "everbus::kafka", group = %self.group.name, %error, "the group does not go on");
+        self.report(error);
+    }
+
     /// Waits until a version of a partition is durable. False if the partition went to another process.
     pub(crate) async fn durable(&self, slot: u32, version: u64, within: Duration) -> Result<bool> {
         let durable = async {
@@ -259,13 +282,17 @@ impl Member {
             }
         };
         self.kick();
-        tokio::time::timeout(within, durable).await.map_err(|_| {
-            let what = format!(
-                "{}: the server did not store the progress of the group in time",
-                self.link.servers
-            );
-            Error::new(Code::Unavailable, what).with_unknown_outcome()
-        })
+        let in_time = tokio::time::timeout(within, durable).await;
+        in_time.map_err(|_| self.not_durable())
+    }
+
+    /// The error of progress that was not committed in time.
+    pub(crate) fn not_durable(&self) -> Error {
+        let what = format!(
+            "{}: the server did not store the progress of the group in time",
+            self.link.servers
+        );
+        Error::new(Code::Unavailable, what).with_unknown_outcome()
     }
 
     // The thread that polls.
@@ -274,16 +301,19 @@ impl Member {
         let committer = {
             let own = self.clone();
             let thread = std::thread::Builder::new().name("everbus-kafka-commit".to_owned());
-            thread.spawn(move || own.commit_loop())
+            thread.spawn(move || own.or_give_up(|| own.commit_loop()))
         };
         if let Some(consumer) = self.consumer() {
-            self.poll_loop(&consumer);
-            self.state
-                .compare_exchange(RUNNING, LEAVING, Ordering::SeqCst, Ordering::SeqCst)
-                .ok();
-            self.kick();
-            if let Ok(committer) = committer {
-                let _ = committer.join();
+            match committer {
+                Ok(committer) => {
+                    self.or_give_up(|| self.poll_loop(&consumer));
+                    self.leave();
+                    let _ = committer.join();
+                }
+                Err(error) => {
+                    self.report(Error::new(Code::OutOfResources, "no thread").caused_by(error));
+                    self.abandon();
+                }
             }
             if self.state.load(Ordering::SeqCst) == LEAVING {
                 let mine = consumer.assignment();
@@ -299,12 +329,20 @@ impl Member {
         self.changed.notify_waiters();
     }
 
+    /// A thread that panics must not leave a member behind that does nothing: consumers start another one.
+    fn or_give_up(&self, work: impl FnOnce()) {
+        if catch_unwind(AssertUnwindSafe(work)).is_err() {
+            tracing::error!(target: "everbus::kafka", group = %self.group.name, "a thread of the member has panicked; another member takes its place");
+            self.abandon();
+            self.changed.notify_waiters();
+        }
+    }
+
     fn poll_loop(&self, consumer: &BaseConsumer<Context>) {
         let mut version = self.registry.version.subscribe();
         version.mark_changed();
         let mut subscribed = BTreeSet::new();
         let mut patterns = None;
-        let mut paused = false;
         while self.is_running() {
             if version.has_changed().unwrap_or(false) {
                 version.mark_unchanged();
@@ -312,37 +350,17 @@ impl Member {
                     return;
                 }
             }
-            self.pass_time(consumer);
+            self.pass_time();
             if self.is_idle() {
                 return;
             }
-            if self.board.lock().is_full(FULL) {
-                if !paused {
-                    std::thread::sleep(PATIENCE);
-                    if self.board.lock().is_full(FULL) {
-                        paused = set_paused(consumer, true);
-                    } else {
-                        continue;
-                    }
-                }
-                // Rebalances are served, and partitions that are gained meanwhile are paused too.
-                self.take(consumer, POLL);
-                set_paused(consumer, true);
-                continue;
-            }
-            if paused {
-                if self.board.lock().is_full(FULL / 2) {
-                    self.take(consumer, PATIENCE);
-                    continue;
-                }
-                paused = !set_paused(consumer, false);
-            }
+            self.hold_back(consumer);
             self.take(consumer, POLL);
         }
     }
 
     /// Ends leases, and finds events without a handler.
-    fn pass_time(&self, _: &BaseConsumer<Context>) {
+    fn pass_time(&self) {
         let (now, wall) = (Instant::now(), self.clock.now());
         let mut board = self.board.lock();
         let due = board.next_tick().is_some_and(|at| at <= now);
@@ -421,7 +439,7 @@ impl Member {
     fn take(&self, consumer: &BaseConsumer<Context>, wait: Duration) {
         let mut reads = Vec::new();
         let mut wait = wait;
-        while reads.len() < TURN {
+        while reads.len() < TURN && self.is_running() {
             let Some(polled) = consumer.poll(wait) else {
                 break;
             };
@@ -432,13 +450,16 @@ impl Member {
                     let Some(topic) = topic else {
                         continue;
                     };
-                    let slot = self.board.lock().slot(topic.shard(message.partition()));
-                    let mut read = wire::read(&topic, &message);
-                    if self.raw_foreign {
-                        read.foreign = None;
-                    }
+                    let partition = message.partition();
+                    let slot = self.board.lock().slot(topic.shard(partition));
+                    let read = wire::read(&topic, &message);
                     if let Some(slot) = slot {
-                        reads.push((slot, topic, read));
+                        reads.push(Fetched {
+                            slot,
+                            topic,
+                            partition,
+                            read,
+                        });
                     }
                 }
                 Err(error) => self.trouble(&error),
@@ -453,42 +474,36 @@ impl Member {
         match kind(error) {
             // It was created a moment ago, or removed.
             Some(Kind::UnknownTopicOrPartition | Kind::UnknownTopic | Kind::PartitionEOF) => {}
-            Some(
-                Kind::TopicAuthorizationFailed
-                | Kind::GroupAuthorizationFailed
-                | Kind::SaslAuthenticationFailed,
-            ) => {
-                let what = format!("the group {} cannot be read", self.group.name);
-                self.report(refused(&what, error));
-            }
-            _ => {
+            _ if is_passing(error) => {
                 tracing::debug!(target: "everbus::kafka", group = %self.group.name, %error, "reading");
             }
+            _ => {
+                let what = format!("the group {} cannot be read", self.group.name);
+                self.complain(refused(&what, error));
+            }
+        }
+        if is_damage(error) {
+            // The client goes on behind records that it cannot read. What it has not handed over looks as if the
+            // server had removed it, and would be passed over. So nothing more is taken: a member that starts anew
+            // begins before these records.
+            self.abandon();
         }
     }
 
     /// Sorts records: those that no subscription matches are passed over.
-    fn sort(&self, consumer: &BaseConsumer<Context>, reads: Vec<(u32, Arc<Topic>, wire::Read)>) {
+    fn sort(&self, consumer: &BaseConsumer<Context>, reads: Vec<Fetched>) {
         let group = &self.group.name;
         let record = || {
             self.registry
                 .group(group)
                 .unwrap_or_else(|| self.group.clone())
         };
-        let early = |record: &Record, read: &wire::Read| {
-            record
-                .since
-                .is_some_and(|since| read.record.received_at < since)
-        };
         let mut known = record();
-        let wanted = |record: &Record, read: &wire::Read| {
+        let matches = |record: &Record, read: &wire::Read| {
             let event = &read.record.event;
-            event.is_for(group) && record.wants(event.event_type())
+            !event.is_for(group) || record.wants(event.event_type())
         };
-        let unmatched = reads
-            .iter()
-            .any(|(_, _, read)| read.record.event.is_for(group) && !wanted(&known, read));
-        if unmatched {
+        if !reads.iter().all(|fetched| matches(&known, &fetched.read)) {
             // Another process may have added a subscription before the event was published. Without an answer
             // nothing is passed over: the events are kept, and sorted out later.
             let timeout = self.link.timeout;
@@ -500,14 +515,33 @@ impl Member {
             known = record();
         }
         let now = (Instant::now(), self.clock.now());
+        let mut gaps = BTreeMap::new();
         let mut board = self.board.lock();
-        for (slot, topic, read) in reads {
+        for fetched in reads {
+            let Fetched {
+                slot,
+                topic,
+                partition,
+                mut read,
+            } = fetched;
             let position = read.record.position;
-            let wanted = wanted(&known, &read) && !early(&known, &read);
-            match board.arrive(slot, read, wanted, now) {
+            let early = known
+                .since
+                .is_some_and(|since| read.record.received_at < since);
+            let event = &read.record.event;
+            let wanted = event.is_for(group)
+                && match known.wants(event.event_type()) {
+                    true => {
+                        read.foreign = read.foreign.filter(|_| !self.raw_foreign);
+                        true
+                    }
+                    false => read.is_for_all(&topic),
+                };
+            match board.arrive(slot, read, wanted && !early, now) {
                 Arrived::Expected => {}
                 Arrived::Gap(gap) => {
-                    tracing::error!(target: "everbus::kafka", %group, topic = topic.name, %position, gap, "the server removed records before the group had them: events may be lost");
+                    let partition = (topic.name.clone(), partition);
+                    gaps.entry(partition).or_insert((position, gap));
                 }
                 Arrived::Anew => {
                     tracing::warn!(target: "everbus::kafka", %group, topic = topic.name, %position, "the topic was removed and created again: it is read from its beginning");
@@ -516,202 +550,22 @@ impl Member {
         }
         drop(board);
         self.changed.notify_waiters();
-    }
-
-    // Rebalances, on the thread that polls.
-
-    /// Partitions come to this process: their progress is read before the first record. Returns them with the
-    /// offsets at which they begin.
-    fn assigned(
-        &self,
-        consumer: &BaseConsumer<Context>,
-        partitions: &TopicPartitionList,
-    ) -> TopicPartitionList {
-        let mut with_offsets = TopicPartitionList::new();
-        if partitions.count() == 0 {
-            return with_offsets;
-        }
-        let committed = self.committed(consumer, partitions);
-        let record = self.registry.group(&self.group.name);
-        let record = record.unwrap_or_else(|| self.group.clone());
-        let mut board = self.board.lock();
-        for element in partitions.elements() {
-            let (name, partition) = (element.topic(), element.partition());
-            let Some(topic) = self.topics.read().get(name).cloned() else {
-                continue;
-            };
-            let start = record.start(name, partition);
-            let known = committed.as_ref().map(|all| {
-                let found = all.find_partition(name, partition)?;
-                match found.offset() {
-                    Offset::Offset(floor) => {
-                        let floor = u64::try_from(floor).ok()?;
-                        Saved::of_group(floor, found.metadata(), record.born)
-                    }
-                    _ => None,
-                }
-            });
-            let offset = match &known {
-                Some(Some(saved)) => offset(saved.progress.floor()),
-                Some(None) => offset(start),
-                // The client asks again.
-                None => Offset::Stored,
-            };
-            tracing::debug!(target: "everbus::kafka", group = %self.group.name, topic = name, partition, ?offset, "a partition was assigned");
-            let anchored = known.is_some();
-            board.open_part(topic, partition, start, known.flatten(), anchored);
-            let _ = with_offsets.add_partition_offset(name, partition, offset);
-        }
-        with_offsets
-    }
-
-    fn committed(
-        &self,
-        consumer: &BaseConsumer<Context>,
-        partitions: &TopicPartitionList,
-    ) -> Option<TopicPartitionList> {
-        for _ in 0..20 {
-            match consumer.committed_offsets(partitions.clone(), self.link.timeout) {
-                Ok(committed) => return Some(committed),
-                Err(error) => {
-                    tracing::debug!(target: "everbus::kafka", %error, "committed offsets");
-                }
-            }
-            if !self.is_running() {
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
-        None
-    }
-
-    /// Partitions go to another process: what is settled is committed, and their leases are over.
-    fn revoked(&self, consumer: &BaseConsumer<Context>, partitions: &TopicPartitionList) {
-        let _one = self.committing.lock();
-        let mut last = Vec::new();
-        {
-            let mut board = self.board.lock();
-            for element in partitions.elements() {
-                let topic = self.topics.read().get(element.topic()).cloned();
-                let Some(topic) = topic else { continue };
-                last.extend(board.close_shard(topic.shard(element.partition())));
-            }
-        }
-        let lost = consumer.assignment_lost();
-        tracing::debug!(target: "everbus::kafka", group = %self.group.name, count = partitions.count(), lost, "partitions were revoked");
-        let silent = self.state.load(Ordering::SeqCst) == DROPPED;
-        if !last.is_empty() && !lost && !silent {
-            for _ in 0..5 {
-                match consumer.commit(&list(&last), CommitMode::Sync) {
-                    Ok(()) => {
-                        let mut board = self.board.lock();
-                        for snapshot in &last {
-                            board.set_closed(snapshot.slot, snapshot.version);
-                        }
-                        break;
-                    }
-                    Err(error) => {
-                        tracing::debug!(target: "everbus::kafka", %error, "the last commit");
-                        let again = [
-                            Kind::RebalanceInProgress,
-                            Kind::NotCoordinator,
-                            Kind::CoordinatorNotAvailable,
-                        ];
-                        if !kind(&error).is_some_and(|kind| again.contains(&kind)) {
-                            break;
-                        }
-                        std::thread::sleep(Duration::from_millis(50));
-                    }
-                }
-            }
-        }
-        self.changed.notify_waiters();
-    }
-
-    // The thread that commits.
-
-    fn commit_loop(&self) {
-        let mut lazily = Instant::now();
-        while self.is_running() {
-            {
-                let mut woken = self.wake.0.lock();
-                if !*woken {
-                    self.wake.1.wait_for(&mut woken, LAZY);
-                }
-                *woken = false;
-            }
-            let lazy = lazily.elapsed() >= LAZY;
-            if !self.commit(lazy) {
-                std::thread::sleep(Duration::from_millis(30));
-                self.kick();
-            }
-            if lazy {
-                lazily = Instant::now();
-            }
-        }
-    }
-
-    /// Commits what changed. False if that failed and is to be tried again.
-    fn commit(&self, lazy: bool) -> bool {
-        let Some(consumer) = self.consumer() else {
-            return true;
-        };
-        let _one = self.committing.lock();
-        let snapshots = self.board.lock().snapshots(lazy);
-        if snapshots.is_empty() || !self.is_running() {
-            return true;
-        }
-        let begin = Instant::now();
-        match consumer.commit(&list(&snapshots), CommitMode::Sync) {
-            Ok(()) => {
-                let took = u64::try_from(begin.elapsed().as_micros()).unwrap_or(u64::MAX);
-                self.step.store(took, Ordering::Relaxed);
-                let mut board = self.board.lock();
-                for snapshot in &snapshots {
-                    board.committed(snapshot.slot, snapshot.version);
-                }
-                drop(board);
-                self.changed.notify_waiters();
-                true
-            }
-            Err(error) => {
-                tracing::debug!(target: "everbus::kafka", group = %self.group.name, %error, "a commit failed");
-                let mut board = self.board.lock();
-                for snapshot in &snapshots {
-                    board.not_committed(snapshot.slot);
-                }
-                false
+        for ((topic, partition), (position, gap)) in gaps {
+            // Marks of transactions take places, too. What the server has removed is before its first record.
+            let missing = position.place().saturating_sub(gap + 1);
+            let ends = consumer.fetch_watermarks(&topic, partition, self.link.timeout);
+            let first = ends.map_or(u64::MAX, |(first, _)| u64::try_from(first).unwrap_or(0));
+            if first > missing {
+                tracing::error!(target: "everbus::kafka", %group, topic, %position, gap, "the server removed records before the group had them: events may be lost");
             }
         }
     }
 }
 
-fn offset(place: u64) -> Offset {
-    match place {
-        0 => Offset::Beginning,
-        place => Offset::Offset(i64::try_from(place).unwrap_or(i64::MAX)),
-    }
-}
-
-fn list(snapshots: &[Snapshot]) -> TopicPartitionList {
-    let mut all = TopicPartitionList::new();
-    for snapshot in snapshots {
-        let name = &snapshot.topic.name;
-        let mut element = all.add_partition(name, snapshot.partition);
-        let _ = element.set_offset(Offset::Offset(snapshot.offset));
-        element.set_metadata(&snapshot.metadata);
-    }
-    all
-}
-
-/// Pauses or resumes all partitions. Returns whether they are paused or resumed now.
-fn set_paused(consumer: &BaseConsumer<Context>, pause: bool) -> bool {
-    let Ok(all) = consumer.assignment() else {
-        return false;
-    };
-    let done = match pause {
-        true => consumer.pause(&all),
-        false => consumer.resume(&all),
-    };
-    done.is_ok()
+/// A record that was fetched, and where it belongs.
+struct Fetched {
+    slot: u32,
+    topic: Arc<Topic>,
+    partition: i32,
+    read: wire::Read,
 }

@@ -4,6 +4,7 @@
 //! answered when the commit that has it is. After a commit without an answer the same settlement may be repeated:
 //! it then waits for the next commit.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,26 +12,42 @@ use everbus_core::{
     Code, Error, Event, Failure, Lease, Result, Settlement, Verdict, dead_letter_notice,
 };
 use everbus_dialects::Dialect;
+use futures_util::future::join_all;
 
 use crate::board::{Change, Held};
 use crate::broker::{Shared, lost};
 use crate::member::Member;
-use crate::topics::{DEAD_ROOM, declare_dead};
-use crate::wire;
+use crate::topics::{DEAD_ROOM, Topic, declare_dead};
+use crate::wire::{self, Written};
 
 /// The failures of a dead letter take at most this much.
 const FAILURES: usize = DEAD_ROOM / 2;
+/// How long a limit of a topic that was raised takes to be known.
+const RAISED_WITHIN: Duration = Duration::from_secs(5);
 
 /// A settlement that was applied and whose commit is awaited. If that wait ends early, the settlement may be
 /// repeated.
-struct Awaited<'a> {
-    member: &'a Member,
+struct Awaited {
+    member: Arc<Member>,
     token: u64,
     at: (u32, u64),
     answered: bool,
 }
 
-impl Drop for Awaited<'_> {
+impl Awaited {
+    fn answer(mut self) -> Result<()> {
+        let (slot, version) = self.at;
+        let committed = self.member.board.lock().is_committed(slot, version);
+        self.answered = committed != Some(false);
+        match committed {
+            Some(true) => Ok(()),
+            Some(false) => Err(self.member.not_durable()),
+            None => Err(lost()),
+        }
+    }
+}
+
+impl Drop for Awaited {
     fn drop(&mut self) {
         if !self.answered {
             self.member.board.lock().doubt(self.token, self.at);
@@ -40,6 +57,39 @@ impl Drop for Awaited<'_> {
 
 impl Shared {
     pub(crate) async fn settle_one(&self, settlement: Settlement) -> Result<()> {
+        let answers = self.settle_all(vec![settlement]).await;
+        answers.into_iter().next().unwrap_or_else(|| Err(lost()))
+    }
+
+    /// Settles all of them with as few commits as they need.
+    pub(crate) async fn settle_all(&self, settlements: Vec<Settlement>) -> Vec<Result<()>> {
+        let applied = settlements.into_iter().map(|s| self.apply(s));
+        let applied = join_all(applied).await;
+        let mut waits: BTreeMap<(u64, u32), (Arc<Member>, u64)> = BTreeMap::new();
+        for awaited in applied.iter().flatten() {
+            let (slot, version) = awaited.at;
+            let key = (awaited.member.number, slot);
+            let last = waits
+                .entry(key)
+                .or_insert_with(|| (awaited.member.clone(), version));
+            last.1 = last.1.max(version);
+        }
+        let waits = waits
+            .into_iter()
+            .map(|((_, slot), (member, version))| async move {
+                member.changed.notify_waiters();
+                // What became of it is asked below, of each settlement.
+                let _ = member.durable(slot, version, self.link.timeout).await;
+            });
+        join_all(waits).await;
+        let answers = applied.into_iter();
+        answers
+            .map(|applied| applied.and_then(Awaited::answer))
+            .collect()
+    }
+
+    /// Does what a settlement asks for, except for the commit.
+    async fn apply(&self, settlement: Settlement) -> Result<Awaited> {
         let Settlement {
             lease,
             verdict,
@@ -85,19 +135,12 @@ impl Shared {
                 (id.0, version.ok_or_else(lost)?)
             }
         };
-        let mut awaited = Awaited {
-            member: &member,
+        Ok(Awaited {
+            member,
             token,
             at,
             answered: false,
-        };
-        member.changed.notify_waiters();
-        let durable = member.durable(at.0, at.1, self.link.timeout).await?;
-        awaited.answered = true;
-        match durable {
-            true => Ok(()),
-            false => Err(lost()),
-        }
+        })
     }
 
     /// Appends the events of a verdict before the verdict.
@@ -135,16 +178,40 @@ impl Shared {
             ("everbus-died-at", died_at.to_string()),
             ("everbus-failures", failures_text(&failures, FAILURES)),
         ]);
-        let topic = self.space.dead(&held.topic.short);
-        declare_dead(self, &topic, held.topic.max_bytes).await?;
-        let stored = self.store(&topic, &written).await;
-        stored.map_err(|error| {
-            let what = format!("the dead letter cannot be stored: {}", error.message());
-            error.with_message(what)
-        })?;
+        self.store_letter(&held.topic, &written)
+            .await
+            .map_err(|error| {
+                let what = format!("the dead letter cannot be stored: {}", error.message());
+                let error = error.with_message(what);
+                tracing::error!(target: "everbus::kafka", group = %name, %position, %error, "the event stays until its dead letter is stored");
+                error
+            })?;
         let last = failures.last();
         let notice = dead_letter_notice(&held.record, name, attempts, last, died_at);
         self.append_first(notice.into_iter().collect()).await
+    }
+
+    async fn store_letter(&self, events: &Topic, letter: &Written) -> Result<()> {
+        let topic = self.space.dead(&events.short);
+        declare_dead(self, &topic, &events.name, letter.size()).await?;
+        let begin = Instant::now();
+        loop {
+            match self.store(&topic, letter).await {
+                // A limit that was raised a moment ago is not known to every broker yet.
+                Err(error)
+                    if error.code() == Code::PayloadTooLarge && begin.elapsed() < RAISED_WITHIN =>
+                {
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+                stored => {
+                    if stored.is_err() {
+                        // Its settings are looked at again with the next letter.
+                        self.dead_topics.lock().remove(&topic);
+                    }
+                    return stored;
+                }
+            }
+        }
     }
 
     pub(crate) fn extend_one(&self, lease: &Lease, by: Duration) -> Result<()> {

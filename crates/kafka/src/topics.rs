@@ -2,6 +2,10 @@
 //!
 //! A declared stream is a topic of its name. Without declared streams a topic has the types of a domain, or
 //! what [`Topics`] says. Each topic with events is noted in the topic of the groups, where consumers find it.
+//! `settings` knows which settings of a topic are refused; `own` has the topics without events.
+
+mod own;
+mod settings;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,16 +14,20 @@ use everbus_core::stream::dotted;
 use everbus_core::{Code, Durability, Error, Pattern, Result, Shard, Stream, Streams, Weakness};
 use everbus_dialects::Dialect;
 use parking_lot::RwLock;
-use rdkafka::admin::{AdminOptions, ConfigResource, NewTopic, ResourceSpecifier, TopicReplication};
+use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
 use rdkafka::error::RDKafkaErrorCode as Kind;
 use rdkafka::producer::Producer as _;
 
 use crate::broker::Shared;
 use crate::client::{Link, blocking, patiently};
-use crate::config::{Options, Topics};
+use crate::config::Topics;
 use crate::errors::of_kind;
-use crate::groups::{Key, Note};
+use crate::groups::{Key, Note, Types};
 use crate::names;
+
+pub(crate) use own::{check_dead, declare_dead, declare_registry};
+pub(crate) use settings::{Defaults, defaults, weaknesses};
+use settings::{check, configuration, grade};
 
 /// What the server takes unless its topic says otherwise.
 const DEFAULT_MAX_BYTES: usize = 1_048_588;
@@ -91,16 +99,12 @@ impl Topic {
 impl Note {
     /// Whether the topic may have events that one of the patterns matches.
     pub(crate) fn is_reached(&self, patterns: &[Pattern]) -> bool {
-        let naming = match self.naming.as_deref() {
-            Some("domain") => Some(Topics::Domain),
-            Some("type") => Some(Topics::Type),
-            Some(_) => Some(Topics::Single),
-            None => None,
+        let reached = |types: &Types, pattern: &Pattern| match types {
+            Types::Named(naming) => names::reaches(*naming, &self.short, pattern),
+            Types::Pattern(types) => overlap(types, pattern),
         };
-        patterns.iter().any(|pattern| match naming {
-            Some(naming) => names::reaches(naming, &self.short, pattern),
-            None => self.patterns.iter().any(|types| overlap(types, pattern)),
-        })
+        let mut types = self.types.iter();
+        types.any(|types| patterns.iter().any(|pattern| reached(types, pattern)))
     }
 }
 
@@ -119,8 +123,7 @@ fn overlap(types: &str, pattern: &Pattern) -> bool {
 struct Wanted {
     short: String,
     dialect: Dialect,
-    naming: Option<Topics>,
-    patterns: Vec<String>,
+    types: Vec<Types>,
     shards: Option<u32>,
     copies: Option<u32>,
     max_age: Option<Duration>,
@@ -136,9 +139,8 @@ impl Wanted {
         Ok(Self {
             short: stream_topic(&stream.name),
             dialect,
-            naming: None,
-            patterns: patterns
-                .map(|pattern| pattern.as_str().to_owned())
+            types: patterns
+                .map(|pattern| Types::Pattern(pattern.as_str().to_owned()))
                 .collect(),
             shards: stream.shards,
             copies: stream.copies,
@@ -150,8 +152,7 @@ impl Wanted {
         Self {
             short: names::of_type(topics, event_type),
             dialect: Dialect::Native,
-            naming: Some(topics),
-            patterns: Vec::new(),
+            types: vec![Types::Named(topics)],
             shards: None,
             copies: None,
             max_age: None,
@@ -203,7 +204,9 @@ impl Shared {
     async fn ensure(&self, wanted: Wanted) -> Result<Arc<Topic>> {
         let _one = self.declaring.lock().await;
         let name = self.space.topic(&wanted.short);
-        if let Some(known) = self.known(&name).filter(|_| wanted.naming.is_some()) {
+        // Another task may have been here first; a declared stream is compared each time.
+        let undeclared = matches!(wanted.types[..], [Types::Named(_)]);
+        if let Some(known) = self.known(&name).filter(|_| undeclared) {
             return Ok(known);
         }
         let age = wanted
@@ -258,29 +261,29 @@ impl Shared {
             check(&name, &config, &wanted, self.options.allow_shorter_age)?;
             grade(&mut topic, &config, described.copies);
         }
-        let mut note = Note {
+        check_dead(link, &self.space.dead(&wanted.short)).await?;
+        let note = Note {
             short: wanted.short,
             dialect: wanted.dialect.to_string(),
-            naming: wanted.naming.map(|naming| match naming {
-                Topics::Domain => "domain".to_owned(),
-                Topics::Single => "single".to_owned(),
-                Topics::Type => "type".to_owned(),
-            }),
-            patterns: wanted.patterns,
             partitions: described.partitions,
+            types: noted
+                .as_ref()
+                .map_or_else(Vec::new, |known| known.types.clone()),
         };
-        if let Some(known) = &noted {
-            for pattern in &known.patterns {
-                if !note.patterns.contains(pattern) {
-                    note.patterns.push(pattern.clone());
-                }
+        // Its types first, so that it is never known without them.
+        let mut facts = Vec::new();
+        for types in wanted.types {
+            if !note.types.contains(&types) {
+                facts.push((Key::Types(name.clone(), types), Some(String::new())));
             }
         }
         if noted.as_deref() != Some(&note) {
             let text = serde_json::to_string(&note)
                 .map_err(|e| Error::new(Code::Internal, format!("a topic cannot be noted: {e}")))?;
-            let fact = (Key::Topic(name.clone()), Some(text));
-            self.registry.write(link, vec![fact]).await?;
+            facts.push((Key::Topic(name.clone()), Some(text)));
+        }
+        if !facts.is_empty() {
+            self.registry.write(link, facts).await?;
         }
         let topic = Arc::new(topic);
         self.topics.lock().insert(name, topic.clone());
@@ -379,10 +382,12 @@ pub(crate) async fn create(
     config: &[(&str, &str)],
 ) -> Result<()> {
     let partitions = i32::try_from(partitions).unwrap_or(i32::MAX);
+    let in_sync = settings::in_sync(copies, link.defaults().await);
     // -1: the default of the server.
     let copies = copies.map_or(-1, |copies| i32::try_from(copies).unwrap_or(i32::MAX));
     let mut topic = NewTopic::new(name, partitions, TopicReplication::Fixed(copies));
-    for (key, value) in config {
+    let in_sync = in_sync.map(|number| ("min.insync.replicas", number));
+    for (key, value) in config.iter().copied().chain(in_sync) {
         topic = topic.set(key, value);
     }
     let options = AdminOptions::new()
@@ -396,179 +401,4 @@ pub(crate) async fn create(
         Some(Err((_, Kind::TopicAlreadyExists))) => Ok(()),
         Some(Err((_, kind))) => Err(of_kind(&what, kind)),
     }
-}
-
-/// The settings of a topic; `None` if the user may not see them.
-async fn configuration(link: &Link, name: &str) -> Option<ConfigResource> {
-    let options = AdminOptions::new().request_timeout(Some(link.timeout));
-    let topic = ResourceSpecifier::Topic(name);
-    let answers = link
-        .admin()
-        .describe_configs([&topic], &options)
-        .await
-        .ok()?;
-    answers.into_iter().next()?.ok()
-}
-
-fn value<'a>(config: &'a ConfigResource, name: &str) -> Option<&'a str> {
-    config.get(name).and_then(|entry| entry.value.as_deref())
-}
-
-/// Refuses settings under which the server drops an event before every group has it.
-fn check(name: &str, config: &ConfigResource, wanted: &Wanted, allow_shorter: bool) -> Result<()> {
-    let refused = |what: String, hint: &str| {
-        let what = format!("the topic {name} cannot be used: {what}");
-        Err(Error::new(Code::InvalidSetting, what).hint(hint))
-    };
-    if value(config, "cleanup.policy").is_some_and(|policy| policy.contains("compact")) {
-        return refused(
-            "it is compacted, so a later event of a key removes an earlier one".to_owned(),
-            "set cleanup.policy=delete, or give the stream another name",
-        );
-    }
-    let bytes = value(config, "retention.bytes").and_then(|bytes| bytes.parse::<i64>().ok());
-    if bytes.is_some_and(|bytes| bytes > 0) {
-        return refused(
-            "beyond retention.bytes it drops its oldest events, also those that no group has"
-                .to_owned(),
-            "set retention.bytes=-1",
-        );
-    }
-    let age = value(config, "retention.ms").and_then(|age| age.parse::<i64>().ok());
-    let Some(age) = age.filter(|age| *age >= 0) else {
-        return Ok(());
-    };
-    let wanted_age = wanted
-        .max_age
-        .map(|age| i64::try_from(age.as_millis()).unwrap_or(i64::MAX));
-    if wanted_age.is_none_or(|wanted| age < wanted) && !allow_shorter {
-        return refused(
-            format!(
-                "it deletes events after {:?}, sooner than declared",
-                Duration::from_millis(age.unsigned_abs())
-            ),
-            "set retention.ms=-1 on the topic, declare the max_age that it has, or allow it with \
-             broker.allow_shorter_age: true",
-        );
-    }
-    Ok(())
-}
-
-/// The durability of a topic, from its copies and settings.
-fn grade(topic: &mut Topic, config: &ConfigResource, copies: usize) {
-    let number = |name: &str| value(config, name).and_then(|text| text.parse::<i64>().ok());
-    if let Some(bytes) = number("max.message.bytes") {
-        topic.max_bytes = usize::try_from(bytes).unwrap_or(DEFAULT_MAX_BYTES);
-    }
-    let in_sync = number("min.insync.replicas").unwrap_or(1);
-    let unclean = value(config, "unclean.leader.election.enable") == Some("true");
-    let flushes = number("flush.messages") == Some(1);
-    let mut weak = |setting: &str, value: String, advice: &str| {
-        topic.weaknesses.push(Weakness::new(
-            format!("{setting} of {}", topic.name),
-            value,
-            advice,
-        ));
-    };
-    if copies < 2 {
-        weak(
-            "replication.factor",
-            copies.to_string(),
-            "for copies on several machines declare copies: 3 before the topic is created (a cluster of three brokers)",
-        );
-    } else if in_sync < 2 {
-        weak(
-            "min.insync.replicas",
-            in_sync.to_string(),
-            "a broker alone acknowledges events that are lost with it; set it to 2",
-        );
-    }
-    if copies > 1 && unclean {
-        weak(
-            "unclean.leader.election.enable",
-            "true".to_owned(),
-            "a copy that lacks acknowledged events may become the leader; set it to false",
-        );
-    }
-    if copies < 2 && !flushes {
-        weak(
-            "flush.messages",
-            number("flush.messages").map_or_else(String::new, |n| n.to_string()),
-            "a power loss may lose the last moments; set it to 1, or keep several copies",
-        );
-    }
-    if let Some(age) = number("retention.ms").filter(|age| *age >= 0) {
-        weak(
-            "retention.ms",
-            age.to_string(),
-            "the server deletes events of this age, also those that a group has not handled; set it to -1",
-        );
-    }
-    topic.durability = match (copies, in_sync, unclean) {
-        (2.., 2.., false) => Durability::Replicated,
-        _ if flushes => Durability::PowerLoss,
-        _ => Durability::Process,
-    };
-}
-
-/// The settings of a topic that keep it from being more durable.
-pub(crate) async fn weaknesses(link: &Arc<Link>, name: &str) -> Vec<Weakness> {
-    let Ok(Some(described)) = partitions_of(link, name).await else {
-        return Vec::new();
-    };
-    let Some(config) = configuration(link, name).await else {
-        return Vec::new();
-    };
-    let mut topic = Topic::new(
-        name.to_owned(),
-        name.to_owned(),
-        Dialect::Native,
-        described.partitions,
-    );
-    grade(&mut topic, &config, described.copies);
-    topic.weaknesses
-}
-
-/// The topic of groups, subscriptions and topics: one partition, compacted.
-pub(crate) async fn declare_registry(
-    link: &Arc<Link>,
-    name: &str,
-    options: &Options,
-) -> Result<()> {
-    if partitions_of(link, name).await?.is_some() {
-        return Ok(());
-    }
-    let config = [("cleanup.policy", "compact"), ("retention.ms", "-1")];
-    create(link, name, 1, options.copies, &config).await?;
-    let begin = std::time::Instant::now();
-    while partitions_of(link, name).await?.is_none() {
-        if begin.elapsed() > link.timeout {
-            let what = format!("the topic {name} was created and has no leader");
-            return Err(Error::new(Code::Unavailable, what));
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    Ok(())
-}
-
-/// The topic of dead letters.
-pub(crate) async fn declare_dead(shared: &Shared, name: &str, max_bytes: usize) -> Result<()> {
-    let link = &shared.link;
-    if shared.dead_topics.lock().contains(name) {
-        return Ok(());
-    }
-    if partitions_of(link, name).await?.is_none() {
-        // A dead letter is larger than its event.
-        let bytes = (max_bytes + DEAD_ROOM).to_string();
-        let config = [
-            ("cleanup.policy", "delete"),
-            ("retention.ms", "-1"),
-            ("retention.bytes", "-1"),
-            ("max.message.bytes", &bytes),
-        ];
-        create(link, name, 1, shared.options.copies, &config).await?;
-        shared.appeared(name).await?;
-    }
-    shared.dead_topics.lock().insert(name.to_owned());
-    Ok(())
 }

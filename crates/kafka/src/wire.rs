@@ -100,6 +100,24 @@ pub(crate) fn write(event: &Event, dialect: Dialect, received_at: Timestamp) -> 
 pub(crate) struct Read {
     pub(crate) record: Recorded,
     pub(crate) foreign: Option<String>,
+    /// The record names no type: that of the event is the name of its topic.
+    pub(crate) untyped: bool,
+}
+
+impl Read {
+    /// No subscription matches the record. If it is one of another program that names no type, or that cannot be
+    /// read, then no subscription could: returns whether it is for every group that reads its topic, which
+    /// dead-letters it.
+    pub(crate) fn is_for_all(&mut self, topic: &Topic) -> bool {
+        if self.untyped && self.foreign.is_none() {
+            let why = format!(
+                "a record of {} names no type, and no subscription is for the name of the topic",
+                topic.name
+            );
+            self.foreign = Some(why);
+        }
+        self.foreign.is_some()
+    }
 }
 
 /// What a record has beside its value.
@@ -163,6 +181,7 @@ impl Around<'_> {
             Some(record) => Read {
                 record,
                 foreign: None,
+                untyped: false,
             },
             None => self.of_others(found.event_type, payload),
         }
@@ -202,6 +221,8 @@ impl Around<'_> {
 
     /// A record of another program.
     fn of_others(&self, event_type: Option<String>, payload: &Bytes) -> Read {
+        // A document names its type itself.
+        let untyped = event_type.is_none() && self.topic.dialect == Dialect::Native;
         let event_type = event_type.unwrap_or_else(|| self.topic.short.clone());
         let id = EventId::from_foreign(&self.topic.name, &self.position.to_string());
         let read = match self.topic.dialect {
@@ -231,6 +252,7 @@ impl Around<'_> {
         Read {
             record: Recorded::new(event, self.position, self.time),
             foreign,
+            untyped,
         }
     }
 }

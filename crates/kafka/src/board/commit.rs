@@ -5,14 +5,20 @@ use std::time::Instant;
 
 use everbus_core::{Shard, Timestamp};
 
-use super::{Board, Counts, Part, Snapshot, State};
+use super::{
+    AFTER_REFUSAL, Board, Counts, Load, MOST_BYTES, MOST_FRESH, Part, Partition, Snapshot, State,
+    later,
+};
 use crate::progress::{Entry, Last, Saved};
 
 impl Board {
     /// What must be committed. With `lazy`, also progress that may wait.
-    pub(crate) fn snapshots(&mut self, lazy: bool) -> Vec<Snapshot> {
+    pub(crate) fn snapshots(&mut self, lazy: bool, now: Instant) -> Vec<Snapshot> {
         let mut all = Vec::new();
         for (slot, part) in &mut self.parts {
+            if part.refused_until.is_some_and(|until| until > now) {
+                continue;
+            }
             if part.version > part.committed || lazy && part.lazy {
                 part.lazy = false;
                 all.push(part.snapshot(*slot));
@@ -31,6 +37,7 @@ impl Board {
     pub(crate) fn committed(&mut self, slot: u32, version: u64) {
         if let Some(part) = self.parts.get_mut(&slot) {
             part.committed = part.committed.max(version);
+            part.refused_until = None;
         }
     }
 
@@ -38,6 +45,14 @@ impl Board {
     pub(crate) fn not_committed(&mut self, slot: u32) {
         if let Some(part) = self.parts.get_mut(&slot) {
             part.lazy = true;
+        }
+    }
+
+    /// The server takes no commit of this partition: the others are committed without it for a while.
+    pub(crate) fn refuse_commits(&mut self, slot: u32, now: Instant) {
+        self.not_committed(slot);
+        if let Some(part) = self.parts.get_mut(&slot) {
+            part.refused_until = Some(later(now, AFTER_REFUSAL));
         }
     }
 
@@ -58,10 +73,14 @@ impl Board {
         self.parts.get(&slot).map_or(0, |part| part.version)
     }
 
-    /// Whether there are more fresh events than this.
-    pub(crate) fn is_full(&self, most: usize) -> bool {
-        let rows: usize = self.parts.values().map(|part| part.rows.len()).sum();
-        rows.saturating_sub(self.held + self.due.len()) > most
+    /// How much of each partition waits here.
+    ///
+    /// Each partition is full by itself: events of one that no consumer takes hold up no other.
+    pub(crate) fn loads(&self) -> impl Iterator<Item = (Partition, Load)> {
+        self.parts.values().map(|part| {
+            let partition = (part.topic.name.clone(), part.partition);
+            (partition, part.load())
+        })
     }
 
     pub(crate) fn held(&self) -> usize {
@@ -103,6 +122,18 @@ impl Board {
 }
 
 impl Part {
+    fn load(&self) -> Load {
+        // Events that have begun are bounded by what the metadata has room for.
+        let fresh = self.rows.len() - self.open;
+        if fresh > MOST_FRESH || self.bytes > MOST_BYTES {
+            return Load::Full;
+        }
+        match fresh > MOST_FRESH / 2 || self.bytes > MOST_BYTES / 2 {
+            true => Load::Some,
+            false => Load::Light,
+        }
+    }
+
     pub(super) fn snapshot(&self, slot: u32) -> Snapshot {
         let mut saved = Saved {
             progress: self.progress.clone(),

@@ -26,8 +26,7 @@ impl Board {
         if max == 0 || own.paused || self.held_alone > 0 {
             return Vec::new();
         }
-        let event_type = |id: &RowId| self.row(*id).map(|row| row.record.event.event_type());
-        let handled = |seat: &Seat, id: &RowId| event_type(id).is_some_and(|t| seat.handles(t));
+        let handled = |seat: &Seat, id: &RowId| self.row(*id).is_some_and(|row| seat.takes(row));
         let danger = self
             .dangers
             .iter()
@@ -50,9 +49,8 @@ impl Board {
             let Some(row) = self.row(*id) else {
                 continue;
             };
-            let event_type = row.record.event.event_type();
-            if !own.handles(event_type) {
-                if !self.seats.values().any(|seat| seat.handles(event_type)) {
+            if !own.takes(row) {
+                if !self.seats.values().any(|seat| seat.takes(row)) {
                     nobody.push(*id);
                 }
                 continue;

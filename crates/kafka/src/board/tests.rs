@@ -20,7 +20,7 @@ impl Table {
     fn new(ordered: bool, saved: Option<Saved>) -> Self {
         let mut board = Board::new(ordered, 0);
         let topic = Arc::new(Topic::for_tests("board", Dialect::Native));
-        board.open_part(topic.clone(), 0, 0, saved, true);
+        board.open_part(topic.clone(), 0, 0, saved);
         board.sit(
             SEAT,
             ConsumeOptions::new(all()).lease(Duration::from_secs(5)),
@@ -46,6 +46,7 @@ impl Table {
         let read = Read {
             record: Recorded::new(event, position, Timestamp::EPOCH),
             foreign: None,
+            untyped: false,
         };
         self.board
             .arrive(self.slot, read, wanted, (self.now, SystemClock.now()))
@@ -87,7 +88,7 @@ impl Table {
 
     /// What another process would read after this one died now.
     fn committed(&mut self) -> Saved {
-        let all = self.board.snapshots(true);
+        let all = self.board.snapshots(true, self.now);
         let last = all.last().expect("something to commit");
         let floor = u64::try_from(last.offset).unwrap();
         Saved::decode(floor, &last.metadata).unwrap()
@@ -262,7 +263,7 @@ fn a_partition_that_goes_while_an_event_runs_alone_blocks_nothing() {
         ),
         (4, false)
     );
-    table.board.open_part(table.topic.clone(), 0, 0, None, true);
+    table.board.open_part(table.topic.clone(), 0, 0, None);
     table.slot = table.board.slot(shard).unwrap();
     table.arrive(1, "k", true);
     table.arrive(2, "k", true);
@@ -308,6 +309,101 @@ fn a_partition_begins_no_more_than_its_metadata_has_room_for() {
         "all of them fit"
     );
     assert!(saved.entries.values().any(|entry| entry.due.is_some()));
+}
+
+// conformance: contract/kafka-full-partition: events that no consumer takes stop only their partition
+#[test]
+fn a_full_partition_holds_up_no_other() {
+    let mut table = Table::new(false, None);
+    let other = Arc::new(Topic::for_tests("other", Dialect::Native));
+    table.board.open_part(other.clone(), 0, 0, None);
+    let load = |table: &Table, name: &str| {
+        let mut loads = table.board.loads();
+        loads.find(|((topic, _), _)| topic == name).unwrap().1
+    };
+    // More than one partition may hold, of which the only consumer takes none.
+    table.board.set_handled(SEAT, vec![]);
+    for place in 1..=MOST_FRESH as u64 {
+        table.arrive(place, "k", true);
+    }
+    assert_eq!(load(&table, "board"), Load::Some);
+    table.arrive(MOST_FRESH as u64 + 1, "k", true);
+    assert_eq!(load(&table, "board"), Load::Full);
+    assert_eq!(load(&table, "other"), Load::Light);
+    table.board.set_handled(SEAT, all());
+    table.board.set_prefetch(SEAT, 10_000);
+    while load(&table, "board") != Load::Light {
+        let taken = table.take(10_000);
+        assert!(!taken.is_empty());
+        for (place, token, _) in taken {
+            table.done(place, token);
+        }
+    }
+}
+
+#[test]
+fn large_events_fill_a_partition_by_their_size() {
+    let mut table = Table::new(false, None);
+    let payload = format!("\"{}\"", "x".repeat(1 << 20));
+    for place in 1..=33 {
+        assert_ne!(table.board.loads().next().unwrap().1, Load::Full);
+        let event = Event::builder("a.b").payload(payload.clone()).build();
+        let position = Position::new(table.topic.shard(0), place);
+        let read = Read {
+            record: Recorded::new(event.unwrap(), position, Timestamp::EPOCH),
+            foreign: None,
+            untyped: false,
+        };
+        let now = (table.now, SystemClock.now());
+        table.board.arrive(table.slot, read, true, now);
+    }
+    assert_eq!(table.board.loads().next().unwrap().1, Load::Full);
+    for (place, token, _) in table.take(33) {
+        table.done(place, token);
+    }
+    assert_eq!(table.board.loads().next().unwrap().1, Load::Light);
+}
+
+// conformance: contract/kafka-refused-commit: a partition that cannot be committed holds up the commits of no other
+#[test]
+fn a_partition_that_is_not_committed_is_left_out_for_a_while() {
+    let mut table = Table::new(false, None);
+    let other = Arc::new(Topic::for_tests("other", Dialect::Native));
+    table.board.open_part(other.clone(), 0, 0, None);
+    table.arrive(1, "k", true);
+    table.take(1);
+    let refused = table.board.snapshots(false, table.now);
+    assert_eq!(refused.len(), 1);
+    table.board.refuse_commits(refused[0].slot, table.now);
+    assert!(table.board.snapshots(true, table.now).is_empty());
+    assert!(table.board.is_dirty(), "it is not forgotten");
+    table.now += AFTER_REFUSAL;
+    let again = table.board.snapshots(false, table.now);
+    assert_eq!((again.len(), again[0].slot), (1, refused[0].slot));
+}
+
+// conformance: contract/kafka-untyped: a record of another program that no subscription can match is handed out to be dead-lettered, and is not passed over
+#[test]
+fn a_foreign_record_needs_no_handler() {
+    let mut table = Table::new(false, None);
+    table.board.set_handled(SEAT, vec![]);
+    let event = Event::builder("topic").build().unwrap();
+    let read = |place, untyped| {
+        let position = Position::new(table.topic.shard(0), place);
+        let record = Recorded::new(event.clone(), position, Timestamp::EPOCH);
+        let foreign = None;
+        Read {
+            record,
+            foreign,
+            untyped,
+        }
+    };
+    let (mut untyped, mut typed) = (read(1, true), read(2, false));
+    assert!(untyped.is_for_all(&table.topic) && !typed.is_for_all(&table.topic));
+    let now = (table.now, SystemClock.now());
+    table.board.arrive(table.slot, untyped, true, now);
+    table.board.refilter(|_| false);
+    assert_eq!(places(&table.take(10)), [1]);
 }
 
 // conformance: contract/kafka-board: under random work and random ends of the process every event is finished, and none is passed over
@@ -386,7 +482,7 @@ fn random_work_and_random_ends_pass_over_nothing() {
 
 impl Table {
     fn committed_or(&mut self, before: Option<Saved>) -> Saved {
-        let all = self.board.snapshots(true);
+        let all = self.board.snapshots(true, self.now);
         match all.last() {
             Some(last) => {
                 let floor = u64::try_from(last.offset).unwrap();

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use everbus_core::{Class, Code, Error, Event, FailureKind, Stream, Streams};
+use everbus_core::{
+    Class, Code, ConsumeOptions, Engine, Error, Event, Failure, FailureKind, Pattern, Stream,
+    Streams, Timestamp, Verdict,
+};
 use everbus_kafka::Options;
 use everbus_testkit::servers::{Kafka, KafkaOptions};
 use rdkafka::ClientConfig;
@@ -75,7 +78,7 @@ async fn another_server_listens() {
 }
 
 // conformance: contract/kafka-wrong-password: a user that the server does not take is refused with a hint, and the password is not repeated
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test]
 async fn wrong_credentials_are_refused() {
     let Some(server) = Kafka::start(&KafkaOptions::default().user("shop", "right")) else {
@@ -97,7 +100,7 @@ async fn wrong_credentials_are_refused() {
 }
 
 // conformance: contract/kafka-topic-settings: a topic that is compacted, drops events, or has fewer partitions than declared is refused with a hint
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test]
 async fn topics_that_lose_events_are_refused() {
     let Some(url) = server::space() else {
@@ -175,7 +178,7 @@ async fn topics_that_lose_events_are_refused() {
 }
 
 // conformance: contract/kafka-too-large: an event beyond the limit of its topic is refused before it is sent
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test]
 async fn an_event_that_is_too_large_is_refused() {
     let Some(url) = server::space() else {
@@ -194,7 +197,7 @@ async fn an_event_that_is_too_large_is_refused() {
 }
 
 // conformance: contract/kafka-foreign: a record that is not of its topic's dialect comes with its bytes and the reason, and blocks nothing
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn foreign_records_block_nothing() {
     let Some(url) = server::space() else {
@@ -230,4 +233,153 @@ async fn foreign_records_block_nothing() {
     }
     foreign.sort();
     assert_eq!(foreign, [b"".to_vec(), garbage.to_vec()]);
+}
+
+/// Publishes, and returns the error of the event.
+async fn not_published(engine: &Engine, event_type: &str) -> Error {
+    let event = Event::builder(event_type).build().unwrap();
+    match engine.broker.append(vec![event]).await {
+        Err(error) => error,
+        Ok(answers) => answers.into_iter().next().unwrap().unwrap_err(),
+    }
+}
+
+// conformance: contract/kafka-own-topics: a topic of groups or of dead letters that forgets is refused with a hint
+// needs: Kafka
+#[tokio::test]
+async fn own_topics_that_forget_are_refused() {
+    let Some(url) = server::space() else {
+        return;
+    };
+    create(&url, "everbus.groups", 1, &[("retention.ms", "604800000")]).await;
+    let error = refused(&url, Options::default()).await;
+    assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+    assert!(error.message().contains("everbus.groups"), "{error}");
+    let url = server::space().unwrap();
+    create(&url, "dlq.order", 1, &[("retention.ms", "604800000")]).await;
+    create(&url, "dlq.mail", 1, &[("cleanup.policy", "compact")]).await;
+    let engine = server::open(&url).await;
+    for domain in ["order", "mail"] {
+        let error = not_published(&engine, &format!("{domain}.placed")).await;
+        assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+        assert!(
+            error.message().contains(&format!("dlq.{domain}")),
+            "{error}"
+        );
+        assert!(error.hint_text().is_some());
+    }
+    work::publish(&engine, "user.created").await;
+}
+
+// conformance: contract/kafka-large-letters: the dead letter of every event that a topic takes is stored, also if it is large and the topic of dead letters was there before
+// needs: Kafka
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dead_letters_of_large_events_are_stored() {
+    let Some(url) = server::space() else {
+        return;
+    };
+    let small = [("retention.ms", "-1"), ("max.message.bytes", "1000000")];
+    create(&url, "dlq.mail", 1, &small).await;
+    let engine = server::open(&url).await;
+    let everything = work::group("g", &["*"]);
+    engine.broker.declare(everything).await.unwrap();
+    let mut consumer = work::consumer(&engine, "g").await;
+    for domain in ["order", "mail"] {
+        let event = Event::builder(format!("{domain}.placed"));
+        let event = event.json(&"x".repeat(3 << 20)).build().unwrap();
+        work::append(&engine, event).await;
+        let delivery = work::take(&mut consumer, 1).await.remove(0);
+        let failure = Failure::new(1, Timestamp::EPOCH, FailureKind::Error, "no");
+        let dead = Verdict::Dead {
+            failure: Some(failure),
+        };
+        work::settle(&engine, &delivery, dead).await.unwrap();
+    }
+}
+
+// conformance: contract/kafka-untyped-record: a record without a type comes to groups that read its topic, with the reason
+// needs: Kafka
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn records_without_a_type_are_not_passed_over() {
+    let Some(url) = server::space() else {
+        return;
+    };
+    let engine = server::open(&url).await;
+    let orders = work::group("g", &["order.*"]);
+    engine.broker.declare(orders).await.unwrap();
+    work::publish(&engine, "order.first").await;
+    let producer: FutureProducer = ClientConfig::new()
+        .set("bootstrap.servers", host(&url))
+        .create()
+        .unwrap();
+    let topic = format!("{}.order", url.rsplit('/').next().unwrap());
+    let record = FutureRecord::<str, str>::to(&topic).payload("{}");
+    producer.send(record, work::DEADLINE).await.unwrap();
+    let handled = ConsumeOptions::new(vec![Pattern::new("order.*").unwrap()]);
+    let consumer = engine.broker.consume("g".parse().unwrap(), handled).await;
+    let mut consumer = consumer.unwrap();
+    let mut reasons = Vec::new();
+    for delivery in work::take(&mut consumer, 2).await {
+        reasons.extend(
+            delivery
+                .failures
+                .iter()
+                .map(|failure| failure.error.clone()),
+        );
+        work::ack(&engine, &delivery).await;
+    }
+    assert_eq!(reasons.len(), 1, "{reasons:?}");
+    assert!(reasons[0].contains("names no type"), "{reasons:?}");
+}
+
+// conformance: contract/kafka-refused-join: a member that the server does not take into its group tells its consumers
+// needs: Kafka
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_refused_join_is_told() {
+    let Some(url) = server::space() else {
+        return;
+    };
+    let mut options = server::options();
+    // The server allows thirty minutes.
+    options.session = Duration::from_secs(45 * 60);
+    let engine = everbus_kafka::open(&url, options).await.unwrap();
+    let orders = work::group("g", &["order.*"]);
+    engine.broker.declare(orders).await.unwrap();
+    work::publish(&engine, "order.placed").await;
+    let mut consumer = work::consumer(&engine, "g").await;
+    let fetched = tokio::time::timeout(work::DEADLINE, consumer.fetch(1)).await;
+    let error = fetched.expect("an answer").unwrap_err();
+    assert_eq!(error.code(), Code::InvalidSetting, "{error}");
+    assert!(error.hint_text().unwrap().contains("session"), "{error:?}");
+}
+
+// conformance: contract/kafka-compression: topics are read in whatever way the server compresses them
+// needs: Kafka
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn compressed_topics_are_read() {
+    let Some(url) = server::space() else {
+        return;
+    };
+    let ways = ["gzip", "snappy", "lz4", "zstd"];
+    for way in ways {
+        let config = [("retention.ms", "-1"), ("compression.type", way)];
+        create(&url, way, 1, &config).await;
+    }
+    let engine = server::open(&url).await;
+    let everything = work::group("g", &["*"]);
+    engine.broker.declare(everything).await.unwrap();
+    for way in ways {
+        work::publish(&engine, &format!("{way}.placed")).await;
+    }
+    let mut consumer = work::consumer(&engine, "g").await;
+    let mut came = Vec::new();
+    for delivery in work::take(&mut consumer, ways.len()).await {
+        came.push(delivery.record.event.event_type().to_owned());
+        work::ack(&engine, &delivery).await;
+    }
+    came.sort();
+    assert_eq!(
+        came,
+        ["gzip.placed", "lz4.placed", "snappy.placed", "zstd.placed"]
+    );
 }

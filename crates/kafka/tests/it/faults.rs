@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Class, Code, Engine, Event, Result, SystemClock};
+use everbus_core::{Class, Code, Durability, Engine, Event, Result, SystemClock};
 use everbus_testkit::faults::{OneOfThree, Place, Plan, Subject, campaign, late_ack};
 use everbus_testkit::servers::{Kafka, KafkaCluster, KafkaOptions};
 
@@ -38,7 +38,7 @@ fn worker() {
 }
 
 // conformance: contract/kafka-never-lost: through kills of the server and of workers, connections cut before the reply, a paused server and stopped workers no acknowledged event is lost
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_lost() {
     let Some(server) = Kafka::start(&KafkaOptions::default().behind_proxy()) else {
@@ -50,13 +50,13 @@ async fn nothing_is_lost() {
 }
 
 // conformance: contract/kafka-never-lost-cluster: with three brokers, one of which is killed or paused at a time, no acknowledged event is lost
-// needs: Kafka, by hand
+// needs: three Kafka servers, by hand
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_is_lost_in_a_cluster() {
     let Some(cluster) = KafkaCluster::start(&KafkaOptions::default().behind_proxy()) else {
         return;
     };
-    let plan = Plan {
+    let mut plan = Plan {
         server_kills: 2,
         worker_kills: 1,
         cuts: 3,
@@ -64,13 +64,46 @@ async fn nothing_is_lost_in_a_cluster() {
         pause: Duration::from_secs(2),
         stops: 0,
     };
+    if Plan::from_env() == Plan::FULL {
+        plan = Plan {
+            server_kills: 6,
+            worker_kills: 5,
+            cuts: 20,
+            pauses: 1,
+            pause: Duration::from_secs(30),
+            stops: 1,
+        };
+    }
     let one = OneOfThree::new(&cluster);
     let figures = campaign(&SUBJECT, &one, &cluster.url(), plan, seed()).await;
     figures.assert_clean();
 }
 
+// conformance: contract/kafka-in-sync: topics with copies are created so that an event is acknowledged by two brokers
+// needs: three Kafka servers, by hand
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn topics_with_copies_are_acknowledged_by_two_brokers() {
+    let options = KafkaOptions::default().config("min.insync.replicas=1");
+    let Some(cluster) = KafkaCluster::start(&options) else {
+        return;
+    };
+    for copies in [None, Some(3)] {
+        let mut options = server::options();
+        options.copies = copies;
+        let space = format!("{}/c{}", cluster.url(), copies.unwrap_or(0));
+        let engine = everbus_kafka::open(&space, options).await.unwrap();
+        publish(&engine, "order.placed").await;
+        let durability = engine.broker.capabilities().durability;
+        assert_eq!(durability, Durability::Replicated, "{copies:?}");
+        let again = everbus_kafka::open(&space, server::options())
+            .await
+            .unwrap();
+        assert_eq!(again.weaknesses, [], "{copies:?}");
+    }
+}
+
 // conformance: contract/kafka-zombie: a worker that was stopped past its session cannot ack what another one has
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_slept_is_refused() {
     let Some(url) = server::space() else {
@@ -91,7 +124,7 @@ fn event() -> Event {
 }
 
 // conformance: contract/kafka-away: a server that is away is Unavailable, and the publish may have taken effect; the bus goes on by itself
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_is_away_is_waited_for() {
     let Some(server) = Kafka::start(&KafkaOptions::default()) else {

@@ -9,7 +9,9 @@
 mod bad_input;
 mod beside;
 mod conformance;
+mod durability;
 mod faults;
+mod pressure;
 mod publishing;
 mod rebalance;
 mod server;

@@ -47,7 +47,7 @@ async fn missing(url: String) -> usize {
 }
 
 // conformance: contract/kafka-first-events: the first events of new topics are stored if they are acknowledged, also while their partitions have no leader yet
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_first_events_of_new_topics_are_there() {
     let mut tasks = Vec::new();

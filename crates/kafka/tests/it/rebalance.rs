@@ -60,7 +60,7 @@ fn worker(
 }
 
 // conformance: contract/kafka-rebalance: members that join and leave in the middle of work lose nothing
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn members_come_and_go_in_the_middle_of_work() {
     const EVENTS: usize = 600;
@@ -124,7 +124,7 @@ async fn members_come_and_go_in_the_middle_of_work() {
 }
 
 // conformance: contract/kafka-done-above: what is done above an unfinished event is not delivered again after the process has gone, and what waits keeps its attempts
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn progress_above_the_floor_outlives_its_process() {
     let Some(url) = server::space() else {
@@ -193,7 +193,7 @@ async fn progress_above_the_floor_outlives_its_process() {
 }
 
 // conformance: contract/kafka-fenced: a member that lost its partition cannot settle what another one has
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_partition_that_moved_fences_its_old_leases() {
     let Some(url) = server::space() else {
@@ -224,7 +224,7 @@ async fn a_partition_that_moved_fences_its_old_leases() {
 
 // conformance: contract/engine-kafka-later-topics: a topic that appears later is read from its earliest event
 // conformance: contract/kafka-new-topics: topics that appear later are read from their first event, by groups that were declared before
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn topics_that_appear_later_are_read_from_their_beginning() {
     let Some(url) = server::space() else {
@@ -249,7 +249,7 @@ async fn topics_that_appear_later_are_read_from_their_beginning() {
 }
 
 // conformance: contract/kafka-declared-at-once: processes that declare a group at the same time add up, and its start is the earliest one
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn declarations_at_the_same_time_add_up() {
     let Some(url) = server::space() else {
@@ -286,7 +286,7 @@ async fn declarations_at_the_same_time_add_up() {
 }
 
 // conformance: contract/kafka-removed-group: a group that is created again under the name of a removed one does not use its offsets
-// needs: Kafka, by hand
+// needs: Kafka
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_group_of_a_removed_name_begins_anew() {
     let Some(url) = server::space() else {

@@ -1,0 +1,260 @@
+//! The settings of topics: which are refused, how durable they make a topic, and what Everbus sets.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{Code, Durability, Error, Result, Weakness};
+use everbus_dialects::Dialect;
+use rdkafka::admin::{AdminOptions, AlterConfig, ConfigResource, ConfigSource, ResourceSpecifier};
+
+use super::{DEFAULT_MAX_BYTES, Topic, Wanted, partitions_of};
+use crate::client::Link;
+use crate::errors::of_kind;
+
+/// The settings of a topic; `None` if the user may not see them.
+pub(super) async fn configuration(link: &Link, name: &str) -> Option<ConfigResource> {
+    let options = AdminOptions::new().request_timeout(Some(link.timeout));
+    let topic = ResourceSpecifier::Topic(name);
+    let answers = link
+        .admin()
+        .describe_configs([&topic], &options)
+        .await
+        .ok()?;
+    answers.into_iter().next()?.ok()
+}
+
+fn value<'a>(config: &'a ConfigResource, name: &str) -> Option<&'a str> {
+    config.get(name).and_then(|entry| entry.value.as_deref())
+}
+
+/// Refuses settings under which the server drops an event before every group has it.
+pub(super) fn check(
+    name: &str,
+    config: &ConfigResource,
+    wanted: &Wanted,
+    allow_shorter: bool,
+) -> Result<()> {
+    let refused = |what: String, hint: &str| {
+        let what = format!("the topic {name} cannot be used: {what}");
+        Err(Error::new(Code::InvalidSetting, what).hint(hint))
+    };
+    if value(config, "cleanup.policy").is_some_and(|policy| policy.contains("compact")) {
+        return refused(
+            "it is compacted, so a later event of a key removes an earlier one".to_owned(),
+            "set cleanup.policy=delete, or give the stream another name",
+        );
+    }
+    let bytes = value(config, "retention.bytes").and_then(|bytes| bytes.parse::<i64>().ok());
+    if bytes.is_some_and(|bytes| bytes > 0) {
+        return refused(
+            "beyond retention.bytes it drops its oldest events, also those that no group has"
+                .to_owned(),
+            "set retention.bytes=-1",
+        );
+    }
+    let age = value(config, "retention.ms").and_then(|age| age.parse::<i64>().ok());
+    let Some(age) = age.filter(|age| *age >= 0) else {
+        return Ok(());
+    };
+    let wanted_age = wanted
+        .max_age
+        .map(|age| i64::try_from(age.as_millis()).unwrap_or(i64::MAX));
+    if wanted_age.is_none_or(|wanted| age < wanted) && !allow_shorter {
+        return refused(
+            format!(
+                "it deletes events after {:?}, sooner than declared",
+                Duration::from_millis(age.unsigned_abs())
+            ),
+            "set retention.ms=-1 on the topic, declare the max_age that it has, or allow it with \
+             broker.allow_shorter_age: true",
+        );
+    }
+    Ok(())
+}
+
+/// The durability of a topic, from its copies and settings.
+pub(super) fn grade(topic: &mut Topic, config: &ConfigResource, copies: usize) {
+    let number = |name: &str| value(config, name).and_then(|text| text.parse::<i64>().ok());
+    topic.max_bytes = max_bytes(config);
+    let in_sync = number("min.insync.replicas").unwrap_or(1);
+    let unclean = value(config, "unclean.leader.election.enable") == Some("true");
+    let flushes = number("flush.messages") == Some(1);
+    let mut weak = |setting: &str, value: String, advice: &str| {
+        topic.weaknesses.push(Weakness::new(
+            format!("{setting} of {}", topic.name),
+            value,
+            advice,
+        ));
+    };
+    if copies < 2 {
+        weak(
+            "replication.factor",
+            copies.to_string(),
+            "for copies on several machines declare copies: 3 before the topic is created (a cluster of three brokers)",
+        );
+    } else if in_sync < 2 {
+        weak(
+            "min.insync.replicas",
+            in_sync.to_string(),
+            "a broker alone acknowledges events that are lost with it; set it to 2",
+        );
+    }
+    if copies > 1 && unclean {
+        weak(
+            "unclean.leader.election.enable",
+            "true".to_owned(),
+            "a copy that lacks acknowledged events may become the leader; set it to false",
+        );
+    }
+    if copies < 2 && !flushes {
+        weak(
+            "flush.messages",
+            number("flush.messages").map_or_else(String::new, |n| n.to_string()),
+            "a power loss may lose the last moments; set it to 1, or keep several copies",
+        );
+    }
+    if let Some(age) = number("retention.ms").filter(|age| *age >= 0) {
+        weak(
+            "retention.ms",
+            age.to_string(),
+            "the server deletes events of this age, also those that a group has not handled; set it to -1",
+        );
+    }
+    topic.durability = match (copies, in_sync, unclean) {
+        (2.., 2.., false) => Durability::Replicated,
+        _ if flushes => Durability::PowerLoss,
+        _ => Durability::Process,
+    };
+}
+
+/// The settings of a topic that keep it from being more durable.
+pub(crate) async fn weaknesses(link: &Arc<Link>, name: &str) -> Vec<Weakness> {
+    let Ok(Some(described)) = partitions_of(link, name).await else {
+        return Vec::new();
+    };
+    let Some(config) = configuration(link, name).await else {
+        return Vec::new();
+    };
+    let mut topic = Topic::new(
+        name.to_owned(),
+        name.to_owned(),
+        Dialect::Native,
+        described.partitions,
+    );
+    grade(&mut topic, &config, described.copies);
+    topic.weaknesses
+}
+
+/// Refuses a topic of our own that forgets: one of groups or of dead letters.
+pub(super) fn check_own(name: &str, config: &ConfigResource, compacted: bool) -> Result<()> {
+    let refused = |what: &str, hint: &str| {
+        let what = format!("the topic {name} cannot be used: {what}");
+        Err(Error::new(Code::InvalidSetting, what).hint(hint))
+    };
+    let policy = value(config, "cleanup.policy").unwrap_or_default();
+    if policy.contains("compact") && !compacted {
+        return refused(
+            "it is compacted, so a later letter of a key removes an earlier one",
+            "set cleanup.policy=delete and retention.ms=-1",
+        );
+    }
+    let forgets = |setting: &str, least: i64| {
+        let set = value(config, setting).and_then(|text| text.parse::<i64>().ok());
+        set.is_some_and(|set| set >= least)
+    };
+    let forgets = forgets("retention.ms", 0) || forgets("retention.bytes", 1);
+    // A topic that is only compacted keeps the newest record of each key, whatever its retention.
+    if policy.contains("delete") && forgets {
+        let what = match compacted {
+            true => "it deletes old records, and the groups and subscriptions in them",
+            false => "it deletes old records, and the dead letters in them",
+        };
+        return refused(what, "set retention.ms=-1 and retention.bytes=-1 on it");
+    }
+    Ok(())
+}
+
+/// The largest record that a topic takes.
+pub(super) fn max_bytes(config: &ConfigResource) -> usize {
+    let set = value(config, "max.message.bytes").and_then(|text| text.parse().ok());
+    set.unwrap_or(DEFAULT_MAX_BYTES)
+}
+
+/// Lets a topic take larger records.
+pub(super) async fn raise_max_bytes(
+    link: &Link,
+    name: &str,
+    config: &ConfigResource,
+    bytes: usize,
+) -> Result<()> {
+    let bytes = bytes.to_string();
+    let mut alter = AlterConfig::new(ResourceSpecifier::Topic(name));
+    // The request replaces all settings of the topic: those that it has are sent again.
+    for entry in &config.entries {
+        if let (ConfigSource::DynamicTopic, Some(value)) = (&entry.source, &entry.value) {
+            alter = alter.set(&entry.name, value);
+        }
+    }
+    let alter = alter.set("max.message.bytes", &bytes);
+    let what = format!(
+        "the topic {name} takes no record of {bytes} bytes, and its limit cannot be raised"
+    );
+    let options = AdminOptions::new().request_timeout(Some(link.timeout));
+    let answers = link.admin().alter_configs([&alter], &options).await;
+    let answers = answers.map_err(|error| link.unanswered(&what, &error))?;
+    match answers.into_iter().next() {
+        Some(Err((_, kind))) => {
+            Err(of_kind(&what, kind).hint(format!("set max.message.bytes={bytes} on it")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// What the cluster gives a topic whose creation says nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Defaults {
+    pub(crate) copies: Option<u32>,
+    pub(crate) in_sync: Option<u32>,
+}
+
+/// Asks a broker for its defaults. Without an answer, or without the permission, they are not known.
+pub(crate) async fn defaults(link: &Link, broker: i32) -> Defaults {
+    let options = AdminOptions::new().request_timeout(Some(link.timeout));
+    let broker = ResourceSpecifier::Broker(broker);
+    let answers = link.admin().describe_configs([&broker], &options).await;
+    let answer = answers.ok().and_then(|answers| answers.into_iter().next());
+    let Some(Ok(config)) = answer else {
+        return Defaults::default();
+    };
+    let number = |name: &str| value(&config, name).and_then(|text| text.parse().ok());
+    Defaults {
+        copies: number("default.replication.factor"),
+        in_sync: number("min.insync.replicas"),
+    }
+}
+
+/// The `min.insync.replicas` to create a topic with, if the cluster would give it fewer: an event is acknowledged
+/// when two brokers have it, so that losing one loses no event.
+pub(super) fn in_sync(copies: Option<u32>, defaults: Defaults) -> Option<&'static str> {
+    let copies = copies.or(defaults.copies).unwrap_or(1);
+    (copies >= 2 && defaults.in_sync.unwrap_or(1) < 2).then_some("2")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn topics_with_copies_are_acknowledged_by_two_brokers() {
+        let cluster = |copies, in_sync| Defaults {
+            copies: Some(copies),
+            in_sync: Some(in_sync),
+        };
+        let unknown = Defaults::default();
+        assert_eq!(in_sync(Some(3), unknown), Some("2"));
+        assert_eq!(in_sync(None, cluster(3, 1)), Some("2"));
+        assert_eq!(in_sync(None, cluster(3, 2)), None, "the cluster sets it");
+        assert_eq!(in_sync(Some(1), cluster(3, 1)), None);
+        assert_eq!(in_sync(None, unknown), None, "it could block every publish");
+    }
+}
