@@ -90,6 +90,7 @@ mod dead_letters;
 mod environment;
 mod guard;
 mod handler;
+pub mod holds;
 #[cfg(feature = "http")]
 pub mod http;
 pub mod kv;

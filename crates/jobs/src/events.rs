@@ -270,6 +270,20 @@ pub enum ErrorCategory {
 }
 
 impl ErrorCategory {
+    /// The word for it, as in events.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Timeout => "timeout",
+            Self::Network => "network",
+            Self::RateLimit => "rate-limit",
+            Self::ServerError => "server-error",
+            Self::Auth => "auth",
+            Self::Validation => "validation",
+            Self::Programming => "programming",
+            Self::Cancelled => "cancelled",
+        }
+    }
+
     /// Whether another attempt may help.
     pub const fn is_retryable(self) -> bool {
         matches!(

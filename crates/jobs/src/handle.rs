@@ -1,6 +1,8 @@
 //! The handle on a bus that producers, dispatchers, workers and readers use, and how their events are made.
 
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use everbus::{
     Bus, Clock, Code, Error, Event, EventBuilder, Result, Stream, SystemClock, Timestamp,
@@ -8,6 +10,7 @@ use everbus::{
 use serde::Serialize;
 
 use crate::events::{Properties, TYPES, Work};
+use crate::index::Index;
 use crate::{DEFAULT_APP, DEFAULT_TENANT, STREAM};
 
 /// The metadata key of the run number: 1 for the first time that a task runs, one more for each retry by a person.
@@ -49,6 +52,9 @@ pub struct Jobs {
     app: Arc<str>,
     environment: Arc<str>,
     clock: Arc<dyn Clock>,
+    index: Arc<Index>,
+    /// Whether the hold on the events of jobs is known to be there.
+    kept: Arc<AtomicBool>,
 }
 
 /// The settings of [`Jobs`].
@@ -59,6 +65,7 @@ pub struct JobsBuilder {
     app: String,
     environment: String,
     clock: Arc<dyn Clock>,
+    index: Option<PathBuf>,
 }
 
 impl JobsBuilder {
@@ -83,6 +90,13 @@ impl JobsBuilder {
     /// The clock; must be that of the bus (the operating system's).
     pub fn clock(mut self, clock: impl Clock) -> Self {
         self.clock = Arc::new(clock);
+        self
+    }
+
+    /// The file of the index of tasks (none: it is in memory, and built when it is first used). It is built from the
+    /// events, so it can be deleted. Several processes may share it.
+    pub fn index(mut self, file: impl Into<PathBuf>) -> Self {
+        self.index = Some(file.into());
         self
     }
 
@@ -115,6 +129,11 @@ impl JobsBuilder {
             app: self.app.into(),
             environment: self.environment.into(),
             clock: self.clock,
+            index: Arc::new(match self.index {
+                Some(file) => Index::open(file)?,
+                None => Index::in_memory()?,
+            }),
+            kept: Arc::default(),
         })
     }
 }
@@ -132,6 +151,7 @@ impl Jobs {
             app: DEFAULT_APP.to_owned(),
             environment: "prod".to_owned(),
             clock: Arc::new(SystemClock),
+            index: None,
         }
     }
 
@@ -155,9 +175,27 @@ impl Jobs {
         &self.app
     }
 
+    /// The index of tasks and jobs.
+    pub fn index(&self) -> &Index {
+        &self.index
+    }
+
+    pub(crate) fn is_kept(&self) -> bool {
+        self.kept.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_kept(&self) {
+        self.kept.store(true, Ordering::Relaxed);
+    }
+
     /// The present time.
     pub fn now(&self) -> Timestamp {
         self.clock.now()
+    }
+
+    /// The clock.
+    pub fn clock(&self) -> Arc<dyn Clock> {
+        self.clock.clone()
     }
 
     /// The handle for the tenant and app of an event: dispatchers and workers serve all tenants.
@@ -172,6 +210,15 @@ impl Jobs {
             jobs.app = app.into();
         }
         jobs
+    }
+
+    /// The handle for another tenant.
+    #[must_use]
+    pub fn for_tenant(&self, tenant: &str) -> Self {
+        Self {
+            tenant: tenant.into(),
+            ..self.clone()
+        }
     }
 
     /// Makes events of one origin.

@@ -230,8 +230,9 @@ async fn preview(
     retention: Retention,
     output: &mut Output,
 ) -> Outcome {
+    let kept = everbus::holds::applied(engine, retention.clone(), SystemClock.now()).await?;
     let bar = progress::spinner("looking");
-    let pruned = engine.maintenance()?.preview(retention.clone()).await;
+    let pruned = engine.maintenance()?.preview(kept).await;
     bar.finish_and_clear();
     let collected = collect(engine, target, &Collect::dry_run()).await?;
     print(&retention, &pruned?, collected, true, output)
@@ -270,6 +271,7 @@ async fn prune(
     let owner = format!("everbus retention run, process {}", std::process::id());
     let duty = retention.duty();
     maintenance.take_duty(duty, owner, Duration::ZERO).await?;
+    let kept = everbus::holds::applied(engine, retention.clone(), SystemClock.now()).await?;
     let bar = progress::bar("removing", None);
     let action = Action::new("retention.run")
         .detail("policy", policy_json(&retention))
@@ -279,7 +281,7 @@ async fn prune(
             maintenance.trust_clock().await?;
         }
         let reporter = reporter(bar.clone());
-        maintenance.prune_watched(retention.clone(), reporter).await
+        maintenance.prune_watched(kept, reporter).await
     };
     let pruned = audited(engine, &Operator::current(), action, run).await;
     bar.finish_and_clear();

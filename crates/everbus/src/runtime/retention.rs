@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{Code, Maintenance, Pruned, Result, Retention};
 
+use crate::holds;
 use crate::runtime::bus::Shared;
 
 /// How often retention runs.
@@ -89,7 +90,9 @@ async fn carry_out(
         let records = shared.engine.inbox()?.forget(before).await?;
         tracing::info!(target: "everbus::retention", records, "pruned the inbox");
     }
-    maintenance.prune(retention.clone()).await
+    let now = shared.options.clock.now();
+    let kept = holds::applied(&shared.engine, retention.clone(), now).await?;
+    maintenance.prune(kept).await
 }
 
 /// The name of this process in the record of duties.
