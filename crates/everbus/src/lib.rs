@@ -87,6 +87,7 @@ mod compose;
 #[cfg(feature = "config")]
 pub mod config;
 mod dead_letters;
+pub mod duty;
 mod environment;
 mod guard;
 mod handler;
