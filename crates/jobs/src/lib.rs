@@ -36,12 +36,18 @@ mod query;
 pub mod state;
 mod work;
 
+pub mod alerts;
+pub mod health;
+pub mod schedule;
+pub mod worker;
+
 pub use dispatcher::Dispatcher;
 pub use file::parse_tasks;
 pub use handle::{Emitter, Jobs, JobsBuilder, Origin, RUN, WorkItem, run_of};
 pub use index::{Index, JobRow, JobState, TaskFilter};
 pub use producer::{NewJob, NewTask, Submitted, SubmittedJob};
 pub use query::{JobPicture, JobStatus};
+pub use worker::{Task, TaskError, Worker};
 
 /// The stream of all task and job events, where streams are declared.
 pub const STREAM: &str = "tasks";

@@ -7,10 +7,14 @@
     reason = "this is test code: a surprise is a failed test"
 )]
 
+mod alerts;
 mod crash;
 mod dispatching;
 mod golden;
+mod health;
 mod keeping;
 mod producing;
+mod schedule;
 mod states;
 mod support;
+mod worker;
