@@ -11,6 +11,7 @@ mod dead_letters;
 mod end_to_end;
 mod figure;
 mod history;
+mod jobs;
 mod latency;
 mod memory;
 mod outbox;
@@ -86,6 +87,9 @@ scenarios! {
         outbox::measure_memory;
     "outbox": "A relay from a separate database into a file, beside a raw batched insert",
         outbox::measure_relay;
+    "jobs": "Tasks that do nothing, from submit to completed, with all their events stored", jobs::measure;
+    "jobs-dispatch": "A job of 10,000 tasks in layers of 100: what the dispatcher costs",
+        jobs::measure_dispatch;
 }
 
 /// What every scenario needs to know.

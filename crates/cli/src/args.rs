@@ -175,6 +175,12 @@ pub(crate) enum Command {
     /// Print an AsyncAPI 3 document of the streams, consumers and groups: from --config, and from the
     /// groups and the newest events of the file
     Asyncapi(AsyncapiArgs),
+    /// Submit tasks and look at them; retry and cancel them
+    #[command(subcommand)]
+    Task(crate::commands::task::TaskCommand),
+    /// Submit jobs, graphs of tasks; look at them, draw them, add to them, resume and cancel them
+    #[command(subcommand)]
+    Job(crate::commands::job::JobCommand),
     /// Show how long everything is kept, and remove what is old and no longer needed
     #[command(subcommand)]
     Retention(crate::commands::retention::RetentionCommand),

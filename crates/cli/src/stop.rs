@@ -63,6 +63,7 @@ impl Stop {
                 | Code::InvalidSetting
                 | Code::InvalidUrl
                 | Code::InvalidConfig
+                | Code::InvalidJob
                 | Code::IdReused
                 | Code::NoStream
                 | Code::NotAFile

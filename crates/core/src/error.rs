@@ -120,6 +120,10 @@ codes! {
     ObjectStoreError,
     /// Storage failed; the outcome of the running operations is unknown and the engine has stopped.
     StorageFailed,
+    /// The graph of a job, or the file that describes it, is invalid.
+    InvalidJob,
+    /// The state of a task or job does not allow this, or another job has a task of this name.
+    TaskConflict,
     /// A bug in Everbus.
     Internal,
 }
@@ -169,10 +173,13 @@ impl Code {
             | Code::NoSuchFile
             | Code::EffectFailed
             | Code::ClockInDoubt
+            | Code::InvalidJob
             | Code::Internal => Class::Caller,
-            Code::IdReused | Code::RevisionConflict | Code::GroupConflict | Code::LeaseLost => {
-                Class::Conflict
-            }
+            Code::IdReused
+            | Code::RevisionConflict
+            | Code::GroupConflict
+            | Code::TaskConflict
+            | Code::LeaseLost => Class::Conflict,
             Code::Unavailable
             | Code::Busy
             | Code::DiskFull

@@ -87,9 +87,11 @@ mod compose;
 #[cfg(feature = "config")]
 pub mod config;
 mod dead_letters;
+pub mod duty;
 mod environment;
 mod guard;
 mod handler;
+pub mod holds;
 #[cfg(feature = "http")]
 pub mod http;
 pub mod kv;

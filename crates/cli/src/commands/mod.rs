@@ -15,6 +15,8 @@ mod documents;
 pub(crate) mod events;
 mod get;
 mod groups;
+pub(crate) mod job;
+mod jobs_on;
 pub(crate) mod objects;
 pub(crate) mod outbox;
 pub(crate) mod payloads;
@@ -25,7 +27,9 @@ pub(crate) mod restore;
 pub(crate) mod retention;
 mod streams;
 mod tail;
+pub(crate) mod task;
 
+use self::jobs_on::jobs_on;
 use clap::CommandFactory as _;
 use everbus_core::{Code, Engine, Error, EventId, GroupInfo, GroupName, Timestamp};
 
@@ -78,6 +82,12 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Asyncapi(command) => {
             until_interrupted(asyncapi::run(command, &args, output)).await
         }
+        Command::Task(command) => until_interrupted(task::run(command, &target()?, output)).await,
+        // `job dispatch` finishes the running work after Ctrl-C.
+        Command::Job(job::JobCommand::Dispatch) => {
+            job::run(job::JobCommand::Dispatch, &target()?, output).await
+        }
+        Command::Job(command) => until_interrupted(job::run(command, &target()?, output)).await,
         Command::Retention(command) => {
             until_interrupted(retention::run(command, &args, &target()?, output)).await
         }

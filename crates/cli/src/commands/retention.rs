@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::{Subcommand, ValueEnum};
 use everbus::Config;
 use everbus::audit::{Action, Operator, audited};
+use everbus::duty::{Duty, Taken};
 use everbus::overflow::{Collect, Collected};
 use everbus_core::{
     Clock as _, Code, Engine, Error, Held, Holdings, Maintenance, Pattern, Pruned, Retention,
@@ -43,6 +44,9 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     trust_clock: bool,
 }
+
+/// How long this command has the duty; a daily run that begins meanwhile waits for it.
+const HOLD: Duration = Duration::from_secs(600);
 
 const POLICY_HELP: &str = "\
 The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the \
@@ -230,8 +234,9 @@ async fn preview(
     retention: Retention,
     output: &mut Output,
 ) -> Outcome {
+    let kept = everbus::holds::applied(engine, retention.clone(), SystemClock.now()).await?;
     let bar = progress::spinner("looking");
-    let pruned = engine.maintenance()?.preview(retention.clone()).await;
+    let pruned = engine.maintenance()?.preview(kept).await;
     bar.finish_and_clear();
     let collected = collect(engine, target, &Collect::dry_run()).await?;
     print(&retention, &pruned?, collected, true, output)
@@ -269,7 +274,12 @@ async fn prune(
     // Records the run, so that the daily run does not do it again today.
     let owner = format!("everbus retention run, process {}", std::process::id());
     let duty = retention.duty();
-    maintenance.take_duty(duty, owner, Duration::ZERO).await?;
+    maintenance
+        .take_duty(duty.clone(), owner.clone(), Duration::ZERO)
+        .await?;
+    let duty = Duty::of(engine, duty, owner)?;
+    let turn = duty.take(SystemClock.now(), HOLD, &SystemClock).await?;
+    let kept = everbus::holds::applied(engine, retention.clone(), SystemClock.now()).await?;
     let bar = progress::bar("removing", None);
     let action = Action::new("retention.run")
         .detail("policy", policy_json(&retention))
@@ -279,10 +289,15 @@ async fn prune(
             maintenance.trust_clock().await?;
         }
         let reporter = reporter(bar.clone());
-        maintenance.prune_watched(retention.clone(), reporter).await
+        maintenance.prune_watched(kept, reporter).await
     };
     let pruned = audited(engine, &Operator::current(), action, run).await;
     bar.finish_and_clear();
+    if let Taken::Yes(turn) = turn {
+        let result = pruned.as_ref().map(drop).map_err(ToString::to_string);
+        // A run that took longer than it has the duty for is no failure.
+        let _ = turn.finish(result, &SystemClock).await;
+    }
     let collected = collect(engine, target, &Collect::default()).await?;
     print(&retention, &pruned?, collected, false, output)
 }

@@ -18,6 +18,7 @@ mod events;
 mod files;
 mod get;
 mod groups;
+mod jobs;
 mod limits;
 mod objects;
 mod outbox;

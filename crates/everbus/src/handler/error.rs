@@ -65,6 +65,8 @@ pub(crate) enum Answer {
     Decode,
     GiveUp,
     Skip,
+    /// Not handled here: another process, or a later start of this one, takes it.
+    GiveBack,
 }
 
 impl HandlerError {
@@ -136,6 +138,9 @@ impl HandlerError {
     }
 
     pub(crate) fn take_events(&mut self) -> Vec<Event> {
+        if matches!(self.answer, Answer::GiveBack) {
+            self.events.clear();
+        }
         std::mem::take(&mut self.events)
     }
 
@@ -173,6 +178,29 @@ impl HandlerError {
             answer: Answer::Skip,
             place: None,
             events: Vec::new(),
+        }
+    }
+
+    /// Not a failure: the handler was interrupted, for example by a shutdown, and gives the event back. It is
+    /// delivered again, and no attempt is counted. Events added with [`with_event`](Self::with_event) are not
+    /// published.
+    ///
+    /// ```
+    /// use everbus::{Context, HandlerError};
+    ///
+    /// # async fn transcode() {}
+    /// async fn convert(context: Context) -> Result<(), HandlerError> {
+    ///     tokio::select! {
+    ///         () = transcode() => Ok(()),
+    ///         () = context.shutting_down() => Err(HandlerError::give_back("a shutdown")),
+    ///     }
+    /// }
+    /// # let _ = everbus::Router::new().on("media.uploaded", convert);
+    /// ```
+    pub fn give_back(reason: impl Into<String>) -> Self {
+        Self {
+            answer: Answer::GiveBack,
+            ..Self::skip(reason)
         }
     }
 
@@ -246,13 +274,13 @@ impl HandlerError {
     }
 
     /// Whether the failure says nothing about the handler's dependency: the event could not be decoded, or
-    /// the handler skips it.
+    /// the handler skips it or gives it back.
     pub(crate) fn is_about_the_event(&self) -> bool {
         let unreadable = matches!(
             self.kind,
             FailureKind::Decode | FailureKind::Version | FailureKind::Schema
         );
-        unreadable || matches!(self.answer, Answer::Skip)
+        unreadable || matches!(self.answer, Answer::Skip | Answer::GiveBack)
     }
 
     /// Whether the event is to be retried, and not because of a decode error.

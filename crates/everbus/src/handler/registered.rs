@@ -39,6 +39,10 @@ pub(crate) struct Traits {
     pub(crate) drop_failed: bool,
     /// Handled events are recorded in the inbox and not handled again.
     pub(crate) idempotent: bool,
+    /// How many events the group holds at most in this process; `None`: as the bus says.
+    pub(crate) prefetch: Option<usize>,
+    /// How long a delivery is leased; `None`: the timeout and a margin.
+    pub(crate) lease: Option<Duration>,
     /// The audit trail of the bus it runs on.
     pub(crate) audit: Option<AuditTrail>,
 }

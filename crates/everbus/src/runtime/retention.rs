@@ -5,12 +5,16 @@ use std::time::Duration;
 
 use everbus_core::{Code, Maintenance, Pruned, Result, Retention};
 
+use crate::duty::{Duty, Taken, Turn};
+use crate::holds;
 use crate::runtime::bus::Shared;
 
 /// How often retention runs.
 const EVERY: Duration = Duration::from_secs(24 * 3600);
 /// How often a bus checks whether retention is due.
 const LOOK: Duration = Duration::from_secs(3600);
+/// How long a bus that runs retention has the duty without a word from it.
+const HOLD: Duration = Duration::from_secs(600);
 
 /// Checks shortly after the start, and then every hour, whether retention is due, and runs it.
 pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
@@ -71,20 +75,46 @@ async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Opt
         );
         return Ok(None);
     }
+    let Some(mut turn) = take_turn(shared, retention, owner).await? else {
+        return Ok(None);
+    };
+    let clock = &*shared.options.clock;
+    let done = {
+        let mut work = std::pin::pin!(carry_out(shared, maintenance, retention));
+        loop {
+            tokio::select! {
+                done = &mut work => break done,
+                // Another bus has it now: this one was stopped for too long.
+                () = tokio::time::sleep(HOLD / 3) => turn.extend(HOLD, clock).await?,
+            }
+        }
+    };
+    if done.is_ok() {
+        // For operators; it decides nothing.
+        let (duty, owner) = (retention.duty(), owner.to_owned());
+        maintenance.take_duty(duty, owner, Duration::ZERO).await?;
+    }
+    let result = done.as_ref().map(drop).map_err(ToString::to_string);
+    turn.finish(result, clock).await?;
+    done.map(Some)
+}
+
+/// Takes the next turn of the duty, if retention is due: of the buses that share a store and a policy one gets it.
+/// After a failure another bus may try at once.
+async fn take_turn(shared: &Shared, retention: &Retention, owner: &str) -> Result<Option<Turn>> {
+    let clock = &*shared.options.clock;
+    let duty = Duty::of(&shared.engine, retention.duty(), owner)?;
+    let now = clock.now();
     // A little less than a day, so that the run does not move later every day.
-    let duty = retention.duty();
-    if !maintenance
-        .take_duty(duty.clone(), owner.to_owned(), EVERY - LOOK)
-        .await?
-    {
+    let recent = now.minus(EVERY - LOOK);
+    let last = duty.state().await?.and_then(|state| state.succeeded_at);
+    if last.is_some_and(|last| last > recent && last <= now) {
         return Ok(None);
     }
-    let done = carry_out(shared, maintenance, retention).await;
-    if done.is_err() {
-        // Another bus may succeed; if the store is gone, this call fails too.
-        let _ = maintenance.return_duty(duty, owner.to_owned()).await;
+    match duty.take(now, HOLD, clock).await? {
+        Taken::Yes(turn) => Ok(Some(turn)),
+        Taken::Done(_) | Taken::Busy(_) => Ok(None),
     }
-    done.map(Some)
 }
 
 async fn carry_out(
@@ -93,7 +123,9 @@ async fn carry_out(
     retention: &Retention,
 ) -> Result<Pruned> {
     forget_handled(shared).await?;
-    maintenance.prune(retention.clone()).await
+    let now = shared.options.clock.now();
+    let kept = holds::applied(&shared.engine, retention.clone(), now).await?;
+    maintenance.prune(kept).await
 }
 
 async fn forget_handled(shared: &Shared) -> Result<()> {

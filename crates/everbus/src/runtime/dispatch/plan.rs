@@ -47,11 +47,12 @@ impl Plan {
         options: &BusOptions,
     ) -> Self {
         let longest = handlers.iter().map(|handler| handler.timeout).max();
+        let lease = handlers.iter().filter_map(|h| h.traits.lease).max();
         Self {
             handlers: handlers.to_vec(),
             concurrency,
             prefetch: prefetch(handlers, concurrency, options),
-            lease: longest.unwrap_or(options.timeout) + LEASE_MARGIN,
+            lease: lease.unwrap_or_else(|| longest.unwrap_or(options.timeout) + LEASE_MARGIN),
             no_handler_after: options.no_handler_after,
             gates: critical_breakers(handlers),
         }
@@ -103,7 +104,8 @@ impl Plan {
 /// A prefetched event can no longer be dropped. For a stream that drops its oldest events, at most half its
 /// length is prefetched.
 fn prefetch(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptions) -> usize {
-    let asked = options.prefetch_for(concurrency);
+    let smallest = handlers.iter().filter_map(|h| h.traits.prefetch).min();
+    let asked = smallest.unwrap_or_else(|| options.prefetch_for(concurrency));
     let limits = &options.limits;
     let limits: Vec<_> = if options.streams.is_declared() {
         let reads = |types: &Pattern| handlers.iter().any(|h| h.pattern.overlap(types).is_some());

@@ -114,6 +114,7 @@ impl Judge<'_> {
         let policy_says = || policy.after_failure(self.attempt, fastrand::f64());
         let delay = match answer {
             Answer::Skip => return skipped_as(text, Skip::Handler),
+            Answer::GiveBack => return Judged::released(Duration::ZERO),
             Answer::GiveUp => None,
             Answer::Decode if handler.traits.decode == Decode::DeadLetter => None,
             Answer::Decode | Answer::Retry => policy_says(),

@@ -176,6 +176,13 @@ fn check(settings: &Settings) -> Result<GroupName> {
     if let Some(concurrency) = settings.concurrency {
         check_concurrency(concurrency)?;
     }
+    if let Some(lease) = settings.lease {
+        check_duration("the lease", lease)?;
+    }
+    if settings.prefetch == Some(0) {
+        return Err(Error::new(Code::InvalidSetting, "a prefetch of 0 events")
+            .hint("at least 1; the concurrency is a good number for long work"));
+    }
     if let Some(age) = settings.max_staleness {
         check_staleness(age)?;
     }

@@ -71,6 +71,8 @@ pub(crate) fn prepare(
         decode: settings.decode.unwrap_or_default(),
         drop_failed: settings.drop_failed.unwrap_or(false),
         idempotent: transaction.is_some() || settings.idempotent.unwrap_or(false),
+        prefetch: settings.prefetch,
+        lease: settings.lease,
         audit: Some(shared.audit()),
     };
     let layers = settings.layers.iter().rev();

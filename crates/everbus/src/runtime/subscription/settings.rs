@@ -22,6 +22,8 @@ pub(crate) struct Settings {
     pub(crate) start_from: Option<StartFrom>,
     pub(crate) ordered: Option<bool>,
     pub(crate) concurrency: Option<usize>,
+    pub(crate) prefetch: Option<usize>,
+    pub(crate) lease: Option<Duration>,
     /// Changes to the retry policy of the bus, the outermost first.
     pub(crate) retry: Vec<RetryChange>,
     pub(crate) timeout: Option<Duration>,
@@ -49,6 +51,8 @@ impl Settings {
             start_from: self.start_from.or(outer.start_from),
             ordered: self.ordered.or(outer.ordered),
             concurrency: self.concurrency.or(outer.concurrency),
+            prefetch: self.prefetch.or(outer.prefetch),
+            lease: self.lease.or(outer.lease),
             retry: outer.retry.iter().cloned().chain(self.retry).collect(),
             timeout: self.timeout.or(outer.timeout),
             idempotent: self.idempotent.or(outer.idempotent),
@@ -145,6 +149,23 @@ macro_rules! setters {
         /// group must not ask for different numbers.
         pub fn concurrency(mut self, handlers: usize) -> Self {
             self.settings.concurrency = Some(handlers);
+            self
+        }
+
+        /// How many events of the group this process holds at most, waiting and running together, instead of
+        /// the number of the bus. For long work it is the concurrency: an event that waits here is one that
+        /// another process cannot take. Of several subscriptions of a group the smallest number counts.
+        pub fn prefetch(mut self, events: usize) -> Self {
+            self.settings.prefetch = Some(events);
+            self
+        }
+
+        /// How long a delivery belongs to this process without a word from it, instead of the timeout and
+        /// 10 s. The lease is extended three times in this time while the handler runs. A process that dies
+        /// or stands still for longer loses the delivery to another. Of several subscriptions of a group the
+        /// longest counts.
+        pub fn lease(mut self, lease: std::time::Duration) -> Self {
+            self.settings.lease = Some(lease);
             self
         }
 

@@ -1,0 +1,217 @@
+//! Tasks and jobs: from submit to completed with tasks that do nothing, and what the dispatcher costs.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use everbus::{HandlerError, Message, Outcome, StartFrom, TypedEvent as _};
+use everbus_core::{Result, Timestamp};
+use everbus_jobs::events::{Json, TaskCompleted, TaskSpec, TaskStarted};
+use everbus_jobs::{Dispatcher, Jobs, NewJob, NewTask, Origin, WORK, WORKERS, WorkItem};
+
+use crate::sample::{self, expect};
+use crate::{Bench, Figure};
+
+/// Events of a task: pending, work, started, completed.
+const EVENTS_OF_TASK: u64 = 4;
+/// Tasks that one request submits.
+const REQUEST: u64 = 500;
+
+/// Tasks without a job: submitted in requests of 500, run in this process, all four events of each stored.
+pub(crate) async fn measure(bench: &Bench) -> Result<Figure> {
+    let tasks = bench.events(100_000).next_multiple_of(REQUEST);
+    let raw = async || bench.raw_inserts(tasks * EVENTS_OF_TASK).await;
+    let ours = async || {
+        bench
+            .on_file("ours.db", async |path| through(&path, tasks).await)
+            .await
+    };
+    let rates = bench.turns(tasks, raw, ours).await?;
+    let limit = rates.raw * EVENTS_OF_TASK as f64;
+    let met = rates.ours >= 20_000.0;
+    Ok(Figure::target("≥ 20,000 tasks/s", met)
+        .rates(&rates)
+        .detail(format!(
+            "tasks per second; raw inserts {limit:.0} rows/s, {EVENTS_OF_TASK} rows for each task"
+        )))
+}
+
+async fn through(path: &Path, tasks: u64) -> Result<Duration> {
+    let bus = sample::open(path).await?;
+    let jobs = Jobs::new(bus.clone())?;
+    let done = worker(&jobs).await?;
+    bus.start().await?;
+    let began = Instant::now();
+    let submitting = sample::from_tasks(4, || {
+        let jobs = jobs.clone();
+        async move {
+            for _ in 0..tasks.div_ceil(4 * REQUEST) {
+                let task = NewTask::new("nothing", Json::empty());
+                let request = vec![task; usize::try_from(REQUEST).unwrap_or(1)];
+                jobs.submit_all(&request).await?;
+            }
+            Ok(())
+        }
+    });
+    submitting.await?;
+    crate::end_to_end::until_idle(&bus).await?;
+    let took = began.elapsed();
+    let submitted = tasks.div_ceil(4 * REQUEST) * 4 * REQUEST;
+    expect(done.load(Ordering::Relaxed), submitted, "tasks were run")?;
+    let counts = jobs.task_counts().await?;
+    let completed = counts
+        .iter()
+        .find(|(state, _)| state.as_str() == "completed");
+    expect(
+        completed.map_or(0, |(_, n)| *n),
+        submitted,
+        "tasks have completed",
+    )?;
+    bus.shutdown().await?;
+    // The last requests may be a few more tasks than were asked for.
+    Ok(took.mul_f64(tasks as f64 / submitted as f64))
+}
+
+/// A worker that does nothing and answers with the events of a real one.
+async fn worker(jobs: &Jobs) -> Result<Arc<AtomicU64>> {
+    let done = Arc::new(AtomicU64::new(0));
+    let (jobs_of, count) = (jobs.clone(), done.clone());
+    let emitter = jobs.emitter(Origin::Worker).worker("bench");
+    jobs.bus()
+        .subscribe(WORK)
+        .group(WORKERS)
+        .start_from(StartFrom::First)
+        .concurrency(512)
+        .handler(move |message: Message| {
+            let (jobs, count, emitter) = (jobs_of.clone(), count.clone(), emitter.clone());
+            async move {
+                let item = WorkItem::of(message.event())?;
+                let started = TaskStarted {
+                    request_id: item.work.request_id.clone(),
+                    job_id: item.work.job_id.clone(),
+                    effective_until: seconds(jobs.now()) + 60,
+                    worker_id: "bench".to_owned(),
+                    process_id: std::process::id(),
+                };
+                jobs.bus().publish(item.event(&emitter, &started)).await?;
+                let completed = TaskCompleted {
+                    request_id: item.work.request_id.clone(),
+                    job_id: item.work.job_id.clone(),
+                    output: Json::empty(),
+                    duration_ms: 0,
+                    exit_code: 0,
+                    usage: None,
+                };
+                count.fetch_add(1, Ordering::Relaxed);
+                let outcome = Outcome::default().publish(item.event(&emitter, &completed))?;
+                Ok::<_, HandlerError>(outcome)
+            }
+        })
+        .await?;
+    Ok(done)
+}
+
+fn seconds(time: Timestamp) -> u64 {
+    u64::try_from(time.as_micros() / 1_000_000).unwrap_or(0)
+}
+
+/// A job of 10,000 tasks in layers of 100, each with three parents, and the same tasks without a job beside it: the
+/// difference is what the dispatcher costs.
+pub(crate) async fn measure_dispatch(bench: &Bench) -> Result<Figure> {
+    const LAYER: u64 = 100;
+    let total = bench.scaled(10_000).next_multiple_of(LAYER).max(4 * LAYER);
+    let mut costs = Vec::new();
+    let mut growths = Vec::new();
+    for round in 1..=bench.rounds() {
+        bench.say(format!("round {round}, without a job"));
+        let bare = bench
+            .on_file("bare.db", async |path| {
+                layered(&path, total, LAYER, false).await
+            })
+            .await?;
+        bench.say(format!("round {round}, as a job"));
+        let job = bench
+            .on_file("job.db", async |path| {
+                layered(&path, total, LAYER, true).await
+            })
+            .await?;
+        let per_task = |took: Duration| took.as_secs_f64() * 1e6 / total as f64;
+        costs.push(per_task(job.took) - per_task(bare.took));
+        growths.push(job.last_half.as_secs_f64() / job.first_half.as_secs_f64());
+    }
+    let (cost, growth) = (sample::median(costs), sample::median(growths));
+    let met = cost <= 100.0 && growth <= 1.3;
+    let mut figure = Figure::target("≤ 100 µs for each task, and flat", met).detail(format!(
+        "{cost:.0} µs for each of {total} tasks; the second half took {growth:.2} × the time of the first"
+    ));
+    figure.p50_us = Some(crate::figure::round(cost, 1));
+    Ok(figure)
+}
+
+struct Layered {
+    took: Duration,
+    first_half: Duration,
+    last_half: Duration,
+}
+
+/// Runs tasks layer by layer: as one job, or with a producer that submits each layer when the one before is done.
+async fn layered(path: &Path, total: u64, layer: u64, as_job: bool) -> Result<Layered> {
+    let bus = sample::open(path).await?;
+    let jobs = Jobs::new(bus.clone())?;
+    let done = worker(&jobs).await?;
+    if as_job {
+        Dispatcher::subscribe(&jobs).await?;
+    }
+    bus.start().await?;
+    let reached = async |n: u64| {
+        while done.load(Ordering::Relaxed) < n {
+            tokio::time::sleep(Duration::from_micros(200)).await;
+        }
+    };
+    let began = Instant::now();
+    let half = if as_job {
+        let tasks = (0..total).map(|n| {
+            let parents = (n / layer).checked_sub(1).map(|above| {
+                let parents = (0..3).map(move |k| above * layer + (n + k * 7) % layer);
+                parents.map(|parent| format!("t{parent}")).collect()
+            });
+            TaskSpec {
+                task_id: format!("t{n}"),
+                name: "nothing".to_owned(),
+                depends_on: parents.unwrap_or_default(),
+                input: Json::empty(),
+            }
+        });
+        let job = NewJob {
+            tasks: tasks.collect(),
+            ..NewJob::default()
+        };
+        jobs.submit_job(job).await?;
+        reached(total / 2).await;
+        let half = began.elapsed();
+        reached(total).await;
+        half
+    } else {
+        let mut half = Duration::ZERO;
+        for n in 0..total / layer {
+            let tasks =
+                vec![NewTask::new("nothing", Json::empty()); usize::try_from(layer).unwrap_or(1)];
+            jobs.submit_all(&tasks).await?;
+            reached((n + 1) * layer).await;
+            if n + 1 == total / layer / 2 {
+                half = began.elapsed();
+            }
+        }
+        half
+    };
+    let took = began.elapsed();
+    expect(done.load(Ordering::Relaxed), total, "tasks were run")?;
+    debug_assert_eq!(WORK, everbus_jobs::events::Work::TYPE);
+    bus.shutdown().await?;
+    Ok(Layered {
+        took,
+        first_half: half,
+        last_half: took.saturating_sub(half),
+    })
+}

@@ -1,0 +1,367 @@
+//! Tells people when something is wrong: dead letters, circuits that opened, unhealthy tasks, failed jobs.
+//!
+//! Alerts are sent by a group of their own, so that a webhook that is slow or down holds up nothing else. An alert that
+//! cannot be sent is tried again and then becomes a dead letter of that group. The same subject is told once in a while
+//! ([`Alerts::repeat_after`]), and at most so many alerts a minute ([`Alerts::per_minute`]); the next one says how many
+//! were held back.
+
+mod message;
+pub mod webhook;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus::core::DEAD_LETTER_EVENT;
+use everbus::{
+    Code, Context, Error, Event, HandlerError, HandlerResult, Kv, Message, Result, RetryPolicy,
+    TypedEvent, skip,
+};
+use parking_lot::Mutex;
+use serde::Deserialize;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use crate::Jobs;
+use crate::events::{Health, JobFailureDetected, TaskHealthCheck};
+pub use message::{Alert, AlertKind};
+use webhook::WebhookClient;
+
+/// The group that sends alerts.
+pub const ALERTS: &str = "everbus.alerts";
+
+/// The bucket of the subjects that were told.
+const BUCKET: &str = "everbus-alerts";
+/// Published by a bus when a breaker opens.
+const CIRCUIT_OPENED: &str = "system.circuit_opened";
+/// Alerts about events that happened longer ago are not sent: the group may have been idle for long.
+const STALE: Duration = Duration::from_secs(24 * 3600);
+/// How many unhealthy tasks an alert names.
+const NAMED: usize = 10;
+
+/// A webhook and its format.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Target {
+    /// `{"text": …}`, as Slack, Mattermost and others take it.
+    Slack(WebhookClient),
+    /// A JSON document with kind, subject, time and fields.
+    Json(WebhookClient),
+}
+
+/// Alerts in the making.
+#[derive(Debug)]
+#[must_use = "alerts are sent once they are mounted"]
+pub struct Alerts {
+    jobs: Jobs,
+    targets: Vec<Target>,
+    repeat_after: Duration,
+    per_minute: u32,
+    retry: RetryPolicy,
+}
+
+impl Alerts {
+    /// Alerts to nowhere.
+    pub fn new(jobs: Jobs) -> Self {
+        Self {
+            jobs,
+            targets: Vec::new(),
+            repeat_after: Duration::from_secs(15 * 60),
+            per_minute: 20,
+            retry: RetryPolicy::default()
+                .max_retries(6)
+                .base_delay(Duration::from_secs(2))
+                .max_delay(Duration::from_secs(60)),
+        }
+    }
+
+    /// Sends alerts there.
+    pub fn to(mut self, target: Target) -> Self {
+        self.targets.push(target);
+        self
+    }
+
+    /// The same subject is told again after this time (15 minutes).
+    pub fn repeat_after(mut self, time: Duration) -> Self {
+        self.repeat_after = time;
+        self
+    }
+
+    /// How many alerts this process sends in a minute (20).
+    pub fn per_minute(mut self, alerts: u32) -> Self {
+        self.per_minute = alerts.max(1);
+        self
+    }
+
+    /// How often an alert that could not be sent is tried again (6 times, over two minutes).
+    pub fn retry(mut self, policy: RetryPolicy) -> Self {
+        self.retry = policy;
+        self
+    }
+
+    /// Subscribes to what is alerted. Alerts are sent once the bus is started.
+    pub async fn mount(self) -> Result<()> {
+        if self.targets.is_empty() {
+            return Err(Error::new(Code::InvalidSetting, "alerts without a webhook"));
+        }
+        let bus = self.jobs.bus().clone();
+        let retry = self.retry;
+        let sender = Arc::new(Sender {
+            told: bus.kv(BUCKET)?.ttl(self.repeat_after),
+            rate: Mutex::new(Rate::new(self.per_minute)),
+            targets: self.targets,
+            jobs: self.jobs,
+        });
+        let types = [
+            DEAD_LETTER_EVENT,
+            CIRCUIT_OPENED,
+            TaskHealthCheck::TYPE,
+            JobFailureDetected::TYPE,
+        ];
+        for event_type in types {
+            let sender = sender.clone();
+            let handler = move |message: Message, context: Context| {
+                let sender = sender.clone();
+                async move { sender.handle(message.event(), &context).await }
+            };
+            bus.subscribe(event_type)
+                .group(ALERTS)
+                .retry(retry)
+                .max_staleness(STALE)
+                .timeout(Duration::from_secs(60))
+                .handler(handler)
+                .await?;
+        }
+        Ok(())
+    }
+}
+
+/// What the handlers share.
+struct Sender {
+    jobs: Jobs,
+    targets: Vec<Target>,
+    told: Kv,
+    rate: Mutex<Rate>,
+}
+
+impl Sender {
+    async fn handle(&self, event: &Event, context: &Context) -> HandlerResult {
+        let alert = match event.event_type() {
+            DEAD_LETTER_EVENT => self.of_dead_letter(event).await?,
+            CIRCUIT_OPENED => of_circuit(event)?,
+            TaskHealthCheck::TYPE => of_health(event)?,
+            _ => of_job(event)?,
+        };
+        let Some(alert) = alert else {
+            return Ok(());
+        };
+        if !self.is_new(&alert, event).await? {
+            return Err(skip("the same subject was told a while ago"));
+        }
+        let held_back = match self.rate.lock().take(Instant::now(), context.attempt() > 1) {
+            Some(held_back) => held_back,
+            None => return Err(skip("too many alerts in a minute")),
+        };
+        for target in &self.targets {
+            let (client, body) = match target {
+                Target::Slack(client) => (client, alert.slack(held_back)),
+                Target::Json(client) => (client, alert.json(held_back)),
+            };
+            client.post(&body).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether the subject was not told within the time. All processes share what was told.
+    async fn is_new(&self, alert: &Alert, event: &Event) -> Result<bool, HandlerError> {
+        let tenant = event.tenant().unwrap_or_default();
+        let subject = format!("{}\0{tenant}\0{}", alert.kind.as_str(), alert.subject);
+        let key = Uuid::new_v5(&Uuid::NAMESPACE_OID, subject.as_bytes()).to_string();
+        let id = event.id().to_string();
+        match self.told.put(&*key, id.clone()).if_absent().await {
+            Ok(_) => Ok(true),
+            Err(error) if error.code() == Code::RevisionConflict => {
+                // An earlier attempt at this alert noted it.
+                let noted = self.told.get(&*key).await?;
+                Ok(noted.is_none_or(|entry| entry.value == id.as_bytes()))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    async fn of_dead_letter(&self, event: &Event) -> Result<Option<Alert>, HandlerError> {
+        #[derive(Deserialize)]
+        #[serde(rename_all = "camelCase")]
+        struct Notice {
+            event_id: String,
+            event_type: String,
+            error: String,
+            #[serde(default)]
+            group: String,
+        }
+        let notice: Notice = event.json()?;
+        // An alert about an alert that cannot be sent would not be sent either.
+        if notice.group == ALERTS {
+            return Ok(None);
+        }
+        let dead = match notice.event_id.parse() {
+            Ok(id) => {
+                let found = self.jobs.bus().lookup()?.find(id).await?;
+                let mut found = found.into_iter();
+                found.find(|record| record.event.tenant() == event.tenant())
+            }
+            Err(_) => None,
+        };
+        let dead = dead.as_ref().map(|record| &record.event);
+        let entity = dead.and_then(|dead| dead.attributes()?.entity.as_ref());
+        let alert = Alert::new(
+            AlertKind::DeadLetter,
+            format!("{} {}", notice.group, notice.event_type),
+            event.occurred_at(),
+        )
+        .field("Event type", Some(&notice.event_type))
+        .field("Detail type", Some("log-event"))
+        .field("Source", dead.and_then(source))
+        .field("Group", Some(&notice.group))
+        .field("Error", Some(&notice.error))
+        .field("Message ID", Some(&notice.event_id));
+        let task = entity.map(|entity| format!("{}#{}", entity.kind, entity.id));
+        Ok(Some(match task {
+            Some(task) => alert.field("Task", Some(task)),
+            None => alert,
+        }))
+    }
+}
+
+/// The publisher of an event, or its app.
+fn source(event: &Event) -> Option<String> {
+    let attributes = event.attributes()?;
+    let source = attributes.source.as_deref().map(str::to_owned);
+    source.or_else(|| {
+        attributes
+            .app
+            .as_deref()
+            .map(|app| format!("task-workflow.{app}"))
+    })
+}
+
+fn of_circuit(event: &Event) -> Result<Option<Alert>, HandlerError> {
+    let payload: serde_json::Value = event.json()?;
+    let text = |key: &str| {
+        payload
+            .get(key)
+            .and_then(|value| value.as_str())
+            .map(str::to_owned)
+    };
+    let dependency = text("dependency").or_else(|| text("group"));
+    let subject = dependency.clone().unwrap_or_default();
+    let alert = Alert::new(AlertKind::CircuitOpened, subject, event.occurred_at())
+        .field("Dependency", dependency)
+        .field("Group", text("group"));
+    Ok(Some(alert))
+}
+
+fn of_job(event: &Event) -> Result<Option<Alert>, HandlerError> {
+    let failure: JobFailureDetected = event.json()?;
+    let subject = format!("{} {}", failure.job_id, failure.failed_task_id);
+    let alert = Alert::new(AlertKind::JobFailed, subject, event.occurred_at())
+        .field("Job", Some(&failure.job_id))
+        .field("Failed task", Some(&failure.failed_task_id));
+    Ok(Some(alert))
+}
+
+fn of_health(event: &Event) -> Result<Option<Alert>, HandlerError> {
+    let check: TaskHealthCheck = event.json()?;
+    let mut unhealthy: Vec<_> = check
+        .tasks
+        .iter()
+        .filter(|t| t.health != Health::Healthy)
+        .collect();
+    if unhealthy.is_empty() {
+        return Ok(None);
+    }
+    unhealthy.sort_by(|a, b| a.request_id.cmp(&b.request_id));
+    let names = unhealthy.iter().map(|task| task.request_id.as_str());
+    let subject = names.collect::<Vec<_>>().join(" ");
+    let described = unhealthy.iter().take(NAMED).map(|task| {
+        let seconds = task.time_since_last_event / 1000;
+        format!(
+            "{} {:?} on {}, silent for {seconds} s",
+            task.request_id, task.health, task.worker_id
+        )
+    });
+    let mut tasks = described.collect::<Vec<_>>().join("; ");
+    if unhealthy.len() > NAMED {
+        tasks.push_str(&format!("; and {} more", unhealthy.len() - NAMED));
+    }
+    let summary = check.summary;
+    let alert = Alert::new(AlertKind::UnhealthyTasks, subject, event.occurred_at())
+        .field("Processing", Some(summary.total_processing))
+        .field("Warning", Some(summary.warning))
+        .field("Critical", Some(summary.critical))
+        .field("Overtime", Some(summary.overtime))
+        .field("Tasks", Some(tasks));
+    Ok(Some(alert))
+}
+
+/// How many alerts may be sent: a bucket that fills in a minute.
+#[derive(Debug)]
+struct Rate {
+    per_minute: u32,
+    left: f64,
+    since: Option<Instant>,
+    held_back: u64,
+}
+
+impl Rate {
+    fn new(per_minute: u32) -> Self {
+        Self {
+            per_minute,
+            left: f64::from(per_minute),
+            since: None,
+            held_back: 0,
+        }
+    }
+
+    /// Takes one. Returns how many were held back since the last one; `None` if there is none left. Another attempt
+    /// at an alert was counted before.
+    fn take(&mut self, now: Instant, again: bool) -> Option<u64> {
+        let full = f64::from(self.per_minute);
+        if let Some(since) = self.since {
+            let minutes = now.saturating_duration_since(since).as_secs_f64() / 60.0;
+            self.left = (self.left + minutes * full).min(full);
+        }
+        self.since = Some(now);
+        if !again {
+            if self.left < 1.0 {
+                self.held_back += 1;
+                return None;
+            }
+            self.left -= 1.0;
+        }
+        Some(std::mem::take(&mut self.held_back))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_minute_has_so_many_alerts() {
+        let mut rate = Rate::new(2);
+        let start = Instant::now();
+        assert_eq!(rate.take(start, false), Some(0));
+        assert_eq!(rate.take(start, false), Some(0));
+        assert_eq!(rate.take(start, false), None);
+        assert_eq!(rate.take(start, false), None);
+        // Another attempt at one that was counted.
+        assert_eq!(rate.take(start, true), Some(2));
+        let later = start + Duration::from_secs(31);
+        assert_eq!(rate.take(later, false), Some(0));
+        assert_eq!(rate.take(later, false), None);
+        let much_later = later + Duration::from_secs(3600);
+        assert_eq!(rate.take(much_later, false), Some(1));
+        assert_eq!(rate.take(much_later, false), Some(0));
+        assert_eq!(rate.take(much_later, false), None);
+    }
+}

@@ -1,0 +1,297 @@
+//! The graphs of running jobs in memory, with the states of their tasks. They follow the log.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus::{
+    Cursor, Event, EventId, Pattern, Position, Recorded, Result, Timestamp, TypedEvent as _,
+};
+
+use crate::DEFAULT_TENANT;
+use crate::events::{JobTasksAdded, TaskCompleted, TaskState, TaskStatuses};
+use crate::graph::Graph;
+use crate::handle::Jobs;
+use crate::query::load_graph;
+use crate::state::{Fold, Kind, Note};
+use crate::work::Output;
+
+/// When the graphs in memory have more tasks than this, those that were not used for the longest time go.
+const MOST_TASKS: usize = 500_000;
+/// Events per read.
+const BATCH: usize = 2_000;
+
+/// The graph of a job, and the state of each task.
+#[derive(Debug)]
+pub(super) struct JobGraph {
+    pub(super) id: String,
+    pub(super) created_at: Timestamp,
+    pub(super) graph: Graph,
+    pub(super) nodes: Vec<Node>,
+    /// How many tasks have completed.
+    completed: usize,
+    used: u64,
+}
+
+/// A task in memory.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Node {
+    pub(super) fold: Fold,
+    /// The last event that was applied.
+    place: u64,
+    /// Parents that have not completed.
+    waits_for: usize,
+    /// Its output, once it has completed. `None` if it has to be read from the history.
+    pub(super) output: Option<(Output, EventId)>,
+}
+
+impl JobGraph {
+    fn new(id: String, created_at: Timestamp, graph: Graph, states: &[(Fold, u64)]) -> Self {
+        let mut this = Self {
+            nodes: Vec::new(),
+            completed: 0,
+            id,
+            created_at,
+            graph,
+            used: 0,
+        };
+        this.add_nodes(states);
+        this
+    }
+
+    /// Adds nodes for the tasks of the graph that have none.
+    fn add_nodes(&mut self, states: &[(Fold, u64)]) {
+        let first = self.nodes.len();
+        for number in first..self.graph.len() {
+            let (fold, place) = states.get(number).copied().unwrap_or_default();
+            self.completed += usize::from(fold.state == Some(TaskState::Completed));
+            self.nodes.push(Node {
+                fold,
+                place,
+                ..Node::default()
+            });
+        }
+        for number in first..self.graph.len() {
+            let parents = self.graph.parents(number).iter();
+            let open = parents.filter(|p| !self.has_completed(**p)).count();
+            self.nodes[number].waits_for = open;
+        }
+    }
+
+    fn has_completed(&self, number: usize) -> bool {
+        self.nodes[number].fold.state == Some(TaskState::Completed)
+    }
+
+    /// Whether a task has not begun and all its parents have completed.
+    pub(super) fn can_start(&self, number: usize) -> bool {
+        let node = &self.nodes[number];
+        node.waits_for == 0 && node.fold.state.is_none()
+    }
+
+    pub(super) fn is_completed(&self) -> bool {
+        self.completed == self.graph.len()
+    }
+
+    pub(super) fn statuses(&self) -> TaskStatuses {
+        let tasks = self.graph.tasks().iter().zip(&self.nodes);
+        tasks
+            .map(|(task, node)| (task.task_id.clone(), node.fold.state))
+            .collect()
+    }
+
+    fn apply(&mut self, note: &Note, event: &Event) {
+        let Some(number) = self.graph.number(&note.task) else {
+            return;
+        };
+        let node = &mut self.nodes[number];
+        if note.place <= node.place {
+            return;
+        }
+        node.place = note.place;
+        let was = node.fold.state == Some(TaskState::Completed);
+        if !node.fold.apply(note.kind, note.run, note.cancels) {
+            return;
+        }
+        let is = node.fold.state == Some(TaskState::Completed);
+        if is {
+            node.output = output(event);
+        }
+        if was == is {
+            return;
+        }
+        self.completed = if is {
+            self.completed + 1
+        } else {
+            self.completed - 1
+        };
+        for child in self.graph.children(number) {
+            let waits_for = &mut self.nodes[*child].waits_for;
+            *waits_for = if is { *waits_for - 1 } else { *waits_for + 1 };
+        }
+    }
+}
+
+fn output(event: &Event) -> Option<(Output, EventId)> {
+    if event.overflow().is_some() {
+        return Some((Output::Large(event.id()), event.id()));
+    }
+    let completed: TaskCompleted = event.json().ok()?;
+    Some((Output::of(&completed.output, event.id()), event.id()))
+}
+
+/// The graphs of all jobs that were used lately.
+#[derive(Debug)]
+pub(super) struct Graphs {
+    jobs: Jobs,
+    cursor: Cursor,
+    /// By tenant and job.
+    by_job: HashMap<(String, String), JobGraph>,
+    tasks: usize,
+    uses: u64,
+}
+
+impl Graphs {
+    pub(super) fn new(jobs: &Jobs) -> Self {
+        Self {
+            jobs: jobs.clone(),
+            cursor: Cursor::START,
+            by_job: HashMap::new(),
+            tasks: 0,
+            uses: 0,
+        }
+    }
+
+    /// Applies all events up to this position at least.
+    pub(super) async fn catch_up(&mut self, position: Position) -> Result<()> {
+        if self.by_job.is_empty() {
+            // There is nothing to keep up to date: a graph is loaded as it is then.
+            self.cursor.advance(position);
+            return Ok(());
+        }
+        let bus = self.jobs.bus().clone();
+        let log = bus.log()?;
+        let patterns = patterns()?;
+        while !self.cursor.covers(position) {
+            let (records, next) = log
+                .read(self.cursor.clone(), patterns.clone(), BATCH)
+                .await?;
+            if records.is_empty() && next == self.cursor {
+                // Not visible yet: a transaction of another process is open.
+                tokio::time::sleep(Duration::from_millis(2)).await;
+                continue;
+            }
+            for record in &records {
+                self.apply(record).await?;
+            }
+            self.cursor = next;
+        }
+        Ok(())
+    }
+
+    async fn apply(&mut self, record: &Arc<Recorded>) -> Result<()> {
+        let event = &record.event;
+        let tenant = event.tenant().unwrap_or(DEFAULT_TENANT);
+        if event.event_type() == JobTasksAdded::TYPE {
+            // The index decides whether the tasks are added. The graph is loaded again with the next event.
+            let job = event.attributes().and_then(|a| a.entity.as_ref());
+            if let Some(job) = job.map(|entity| entity.id.clone()) {
+                let tenant = tenant.to_owned();
+                self.forget(&tenant, &job);
+            }
+            return Ok(());
+        }
+        let Some(note) = Note::of(record) else {
+            return Ok(());
+        };
+        let Some(job) = note.job.clone() else {
+            return Ok(());
+        };
+        if let Some(graph) = self.by_job.get_mut(&(tenant.to_owned(), job)) {
+            graph.apply(&note, event);
+        }
+        Ok(())
+    }
+
+    /// The graph of a job with the states of its tasks at this position or later; `None` if there is no such job.
+    pub(super) async fn job(
+        &mut self,
+        tenant: &str,
+        id: &str,
+        position: Position,
+    ) -> Result<Option<&mut JobGraph>> {
+        let key = (tenant.to_owned(), id.to_owned());
+        if !self.by_job.contains_key(&key) {
+            let Some(graph) = self.load(tenant, id, position).await? else {
+                return Ok(None);
+            };
+            self.make_room(graph.graph.len());
+            self.tasks += graph.graph.len();
+            self.by_job.insert(key.clone(), graph);
+        }
+        self.uses += 1;
+        let uses = self.uses;
+        Ok(self.by_job.get_mut(&key).map(|graph| {
+            graph.used = uses;
+            graph
+        }))
+    }
+
+    async fn load(
+        &mut self,
+        tenant: &str,
+        id: &str,
+        position: Position,
+    ) -> Result<Option<JobGraph>> {
+        let index = self.jobs.index();
+        let mut upto = position;
+        // The states must not be older than the events that this reader has passed.
+        for read in self.cursor.positions() {
+            if read.shard() == upto.shard() && read.place() > upto.place() {
+                upto = read;
+            }
+        }
+        index.catch_up(self.jobs.bus(), Some(upto)).await?;
+        let Some(row) = index.job(tenant, id)?.filter(|row| row.refused.is_none()) else {
+            return Ok(None);
+        };
+        let tasks = index.job_tasks(tenant, id)?;
+        let graph = load_graph(&self.jobs, tenant, id, Some(tasks.len()), None).await?;
+        let Some((graph, created_at)) = graph else {
+            return Ok(None);
+        };
+        let states: Vec<(Fold, u64)> = tasks.iter().map(|t| (t.fold(), t.place)).collect();
+        debug_assert_eq!(row.created_at, created_at);
+        Ok(Some(JobGraph::new(
+            id.to_owned(),
+            created_at,
+            graph,
+            &states,
+        )))
+    }
+
+    pub(super) fn forget(&mut self, tenant: &str, job: &str) {
+        let key = (tenant.to_owned(), job.to_owned());
+        if let Some(graph) = self.by_job.remove(&key) {
+            self.tasks -= graph.graph.len();
+        }
+    }
+
+    fn make_room(&mut self, wanted: usize) {
+        while self.tasks + wanted > MOST_TASKS {
+            let oldest = self.by_job.iter().min_by_key(|(_, graph)| graph.used);
+            let Some((tenant, job)) = oldest.map(|(key, _)| key.clone()) else {
+                return;
+            };
+            self.forget(&tenant, &job);
+        }
+    }
+}
+
+/// The types that change a graph. Heartbeats are many, and change nothing that a dispatcher looks at.
+fn patterns() -> Result<Vec<Pattern>> {
+    let kinds = Kind::ALL
+        .into_iter()
+        .filter(|kind| *kind != Kind::Heartbeat);
+    let types = kinds.map(Kind::event_type).chain([JobTasksAdded::TYPE]);
+    types.map(Pattern::new).collect()
+}

@@ -1,0 +1,344 @@
+//! The dispatcher: starts the tasks of jobs, and says when a job has completed or a task of it has failed.
+//!
+//! It is a group on the bus. For each event it first brings its graphs up to the event's place in the log, then
+//! publishes what follows. Everything that happened before an event is known when the event is handled, whichever
+//! process handled it: of two parents, the one whose `Task Completed` is later in the log starts their child. What it
+//! publishes has derived ids, so repeating it after a crash, or beside a second dispatcher, changes nothing.
+
+mod graphs;
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use everbus::{
+    Code, Event, EventId, HandlerError, HistoryQuery, Message, Outcome, Pattern, Position, Result,
+    StartFrom, TypedEvent as _,
+};
+use serde::Deserialize;
+
+use self::graphs::{Graphs, JobGraph};
+use crate::events::{
+    JobCompleted, JobCreated, JobFailureDetected, JobTasksAdded, TASK, TaskCompleted, TaskFailed,
+    TaskState, TaskTimeout,
+};
+use crate::handle::{Emitter, Jobs, Origin, run_of};
+use crate::ids::Parts;
+use crate::work::{Output, Start, merged, publish_once};
+use crate::{DEFAULT_TENANT, DISPATCHER};
+
+/// Up to this many starts are published in the step of the ack; more are published before it, in parts.
+const WITH_ACK: usize = 128;
+/// Starts in one part.
+const PART: usize = 250;
+/// How long the start of a large job may take.
+const TIMEOUT: Duration = Duration::from_secs(300);
+
+/// How often the hold on events moves forward.
+const RELEASE_EVERY: Duration = Duration::from_secs(600);
+
+/// Starts the tasks of jobs.
+#[derive(Clone, Debug)]
+pub struct Dispatcher {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    jobs: Jobs,
+    graphs: tokio::sync::Mutex<Graphs>,
+}
+
+/// The part of an event that says which job it is about.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct About {
+    request_id: Option<String>,
+    job_id: Option<String>,
+}
+
+/// What follows from an event: events with bodies that every dispatcher makes the same, and others.
+#[derive(Default)]
+struct Next {
+    starts: Vec<usize>,
+    completed: bool,
+    failed: Option<(usize, u32)>,
+}
+
+impl Dispatcher {
+    /// Subscribes the dispatcher to the bus. It works once the bus is started, for all tenants.
+    pub async fn subscribe(jobs: &Jobs) -> Result<Self> {
+        let dispatcher = Self {
+            inner: Arc::new(Inner {
+                jobs: jobs.clone(),
+                graphs: tokio::sync::Mutex::new(Graphs::new(jobs)),
+            }),
+        };
+        for event_type in [
+            JobCreated::TYPE,
+            JobTasksAdded::TYPE,
+            TaskCompleted::TYPE,
+            TaskFailed::TYPE,
+            TaskTimeout::TYPE,
+        ] {
+            let this = dispatcher.clone();
+            jobs.bus()
+                .subscribe(event_type)
+                .group(DISPATCHER)
+                .start_from(StartFrom::First)
+                .name(event_type)
+                .timeout(TIMEOUT)
+                // A server that is away for an hour must not stop a job for good.
+                .retry_with(|policy| policy.max_retries(10_000))
+                .concurrency(64)
+                .handler(move |message: Message| {
+                    let this = this.clone();
+                    async move { this.inner.handle(message).await }
+                })
+                .await?;
+        }
+        tokio::spawn(release(jobs.clone(), Arc::downgrade(&dispatcher.inner)));
+        Ok(dispatcher)
+    }
+}
+
+/// Lets retention remove the events of completed jobs, as long as the dispatcher lives.
+async fn release(jobs: Jobs, dispatcher: Weak<Inner>) {
+    loop {
+        tokio::time::sleep(RELEASE_EVERY).await;
+        if dispatcher.strong_count() == 0 {
+            return;
+        }
+        match jobs.release_completed().await {
+            Err(error) if error.code() == Code::EventBusShutdownError => return,
+            Err(error) => {
+                tracing::warn!(target: "everbus::jobs", %error, "the events of completed jobs stay until the next try");
+            }
+            Ok(_) => {}
+        }
+    }
+}
+
+impl Inner {
+    async fn handle(&self, message: Message) -> Result<Outcome, HandlerError> {
+        let event = message.event();
+        let about: About = event.json()?;
+        // Most tasks have no job.
+        let Some(job) = about.job_id else {
+            return Ok(Outcome::default());
+        };
+        let tenant = event.tenant().unwrap_or(DEFAULT_TENANT).to_owned();
+        let position = self.place_of(&message).await?;
+
+        let mut graphs = self.graphs.lock().await;
+        graphs.catch_up(position).await?;
+        let Some(graph) = graphs.job(&tenant, &job, position).await? else {
+            // The job was refused, or its first event is not in the log.
+            return Ok(Outcome::default());
+        };
+        let next = next(graph, event, about.request_id.as_deref());
+        if next.starts.is_empty() && !next.completed && next.failed.is_none() {
+            return Ok(Outcome::default());
+        }
+        let emitter = self.jobs.of(event).emitter(Origin::Dispatcher);
+        let mut same = Vec::new();
+        for number in &next.starts {
+            same.extend(self.start(graph, *number, &emitter).await?);
+        }
+        if next.completed {
+            same.push(completed(graph, &emitter)?);
+        }
+        let mut failure = None;
+        if let Some((number, run)) = next.failed {
+            failure = Some(failed(graph, number, run, &emitter)?);
+        }
+        if next.completed {
+            graphs.forget(&tenant, &job);
+        }
+        drop(graphs);
+
+        if let Some(failure) = failure {
+            // The states in it may differ from those of an earlier try: the first one counts.
+            publish_once(self.jobs.bus(), vec![failure]).await?;
+        }
+        // After a failed attempt one of these may be known with another body, which a step with the ack refuses.
+        if same.len() > 2 * WITH_ACK || message.attempt() > 1 {
+            for part in same.chunks(2 * PART) {
+                publish_once(self.jobs.bus(), part.to_vec()).await?;
+            }
+            return Ok(Outcome::default());
+        }
+        let mut outcome = Outcome::default();
+        for event in same {
+            outcome = outcome.publish(event)?;
+        }
+        Ok(outcome)
+    }
+
+    /// The place of the event in the log that the graphs are read from.
+    async fn place_of(&self, message: &Message) -> Result<Position> {
+        let bus = self.jobs.bus();
+        if bus.engine().background.is_none() {
+            return Ok(message.position());
+        }
+        // A store beside the broker has its own places, and may be behind.
+        loop {
+            let found = bus.lookup()?.find(message.event().id()).await?;
+            let mut found = found
+                .iter()
+                .filter(|r| r.event.tenant() == message.event().tenant());
+            if let Some(record) = found.next() {
+                return Ok(record.position);
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// The events that start a task.
+    async fn start(
+        &self,
+        graph: &mut JobGraph,
+        number: usize,
+        emitter: &Emitter,
+    ) -> Result<[Event; 2]> {
+        self.fetch_outputs(graph, number, emitter.tenant()).await?;
+        let spec = graph.graph.task(number);
+        let parents = graph.graph.parents(number);
+        let input = if parents.is_empty() {
+            spec.input.clone()
+        } else {
+            let outputs = parents.iter().filter_map(|parent| {
+                let (output, event) = graph.nodes[*parent].output.clone()?;
+                Some((graph.graph.task(*parent).task_id.as_str(), (output, event)))
+            });
+            merged(&spec.input, &outputs.collect::<BTreeMap<_, _>>())?
+        };
+        let start = Start {
+            task: &spec.task_id,
+            job: Some((&graph.id, graph.created_at)),
+            name: &spec.name,
+            depends_on: Some(&spec.depends_on),
+            input,
+            run: graph.nodes[number].fold.run + 1,
+            at: None,
+        };
+        start.events(emitter)
+    }
+
+    /// Reads the outputs of parents that completed before the graph was loaded.
+    async fn fetch_outputs(&self, graph: &mut JobGraph, number: usize, tenant: &str) -> Result<()> {
+        let parents: Vec<usize> = graph.graph.parents(number).to_vec();
+        for parent in parents {
+            if graph.nodes[parent].output.is_none() {
+                let task = graph.graph.task(parent).task_id.clone();
+                graph.nodes[parent].output = output_of(&self.jobs, tenant, &task).await?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The output of a task's last completed run.
+pub(crate) async fn output_of(
+    jobs: &Jobs,
+    tenant: &str,
+    task: &str,
+) -> Result<Option<(Output, EventId)>> {
+    let query = HistoryQuery::default()
+        .tenant(tenant)
+        .entity(TASK, task)
+        .types(Pattern::new(TaskCompleted::TYPE)?)
+        .limit(1);
+    let page = jobs.bus().history()?.query(query).await?;
+    let Some(record) = page.items.first() else {
+        return Ok(None);
+    };
+    let id = record.event.id();
+    if record.event.overflow().is_some() {
+        return Ok(Some((Output::Large(id), id)));
+    }
+    let completed: TaskCompleted = record.event.json()?;
+    Ok(Some((Output::of(&completed.output, id), id)))
+}
+
+/// What follows from an event, by the state of the job at its place or later.
+fn next(graph: &JobGraph, event: &Event, task: Option<&str>) -> Next {
+    let number = task.and_then(|task| graph.graph.number(task));
+    match event.event_type() {
+        JobCreated::TYPE | JobTasksAdded::TYPE => Next {
+            starts: (0..graph.graph.len())
+                .filter(|n| graph.can_start(*n))
+                .collect(),
+            ..Next::default()
+        },
+        TaskCompleted::TYPE => {
+            let Some(number) = number else {
+                return Next::default();
+            };
+            let children = graph.graph.children(number).iter().copied();
+            Next {
+                starts: children.filter(|n| graph.can_start(*n)).collect(),
+                completed: graph.is_completed(),
+                failed: None,
+            }
+        }
+        TaskFailed::TYPE | TaskTimeout::TYPE => {
+            let Some(number) = number else {
+                return Next::default();
+            };
+            let node = &graph.nodes[number].fold;
+            let run = run_of(event).unwrap_or(node.run.max(1));
+            // A failure that came after the task had completed is not one.
+            let counts = node.run > run || node.state == Some(TaskState::Failed);
+            Next {
+                failed: counts.then_some((number, run)),
+                ..Next::default()
+            }
+        }
+        _ => Next::default(),
+    }
+}
+
+fn completed(graph: &JobGraph, emitter: &Emitter) -> Result<Event> {
+    let completed = JobCompleted {
+        job_id: graph.id.clone(),
+        total_tasks: graph.graph.len(),
+        task_statuses: graph.statuses(),
+    };
+    let parts = Parts {
+        tenant: emitter.tenant(),
+        job: &graph.id,
+        task: "",
+        run: graph.graph.len() as u64,
+        event_type: JobCompleted::TYPE,
+    };
+    let id = parts.at(Some(graph.created_at));
+    emitter.event(&completed).id(id).build()
+}
+
+fn failed(graph: &JobGraph, number: usize, run: u32, emitter: &Emitter) -> Result<Event> {
+    let task = &graph.graph.task(number).task_id;
+    let failed = JobFailureDetected {
+        job_id: graph.id.clone(),
+        failed_task_id: task.clone(),
+        task_statuses: graph.statuses(),
+    };
+    let parts = Parts {
+        tenant: emitter.tenant(),
+        job: &graph.id,
+        task,
+        run: run.into(),
+        event_type: JobFailureDetected::TYPE,
+    };
+    let id = parts.at(Some(graph.created_at));
+    emitter
+        .event_of_run(&failed, Some(&graph.id), run)
+        .id(id)
+        .build()
+}
+
+/// The error for a job that is not there.
+pub(crate) fn no_job(id: &str) -> everbus::Error {
+    everbus::Error::new(Code::NotFound, format!("there is no job {id:?}"))
+        .hint("`everbus job list` shows them; --tenant chooses the tenant")
+}

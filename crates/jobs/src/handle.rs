@@ -1,0 +1,374 @@
+//! The handle on a bus that producers, dispatchers, workers and readers use, and how their events are made.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use everbus::{
+    Bus, Clock, Code, Error, Event, EventBuilder, Result, Stream, SystemClock, Timestamp,
+};
+use serde::Serialize;
+
+use crate::events::{Properties, TYPES, Work};
+use crate::index::Index;
+use crate::{DEFAULT_APP, DEFAULT_TENANT, STREAM};
+
+/// The metadata key of the run number: 1 for the first time that a task runs, one more for each retry by a person.
+pub const RUN: &str = "run";
+/// The metadata key of the context, as the *workflow* dialect reads it.
+const CONTEXT: &str = "context";
+
+/// The part of the system that publishes an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Origin {
+    /// Submits tasks and jobs.
+    Producer,
+    /// Runs tasks.
+    Worker,
+    /// Starts the tasks of jobs.
+    Dispatcher,
+    /// Looks at running tasks.
+    HealthCheck,
+}
+
+/// Tasks and jobs on a bus, for one tenant and app. Clones are cheap.
+///
+/// ```
+/// use everbus::Bus;
+/// use everbus_jobs::Jobs;
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let bus = Bus::open("memory:").await?;
+/// let jobs = Jobs::new(bus)?;
+/// assert_eq!(jobs.tenant(), "default");
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Jobs {
+    bus: Bus,
+    tenant: Arc<str>,
+    app: Arc<str>,
+    environment: Arc<str>,
+    clock: Arc<dyn Clock>,
+    index: Arc<Index>,
+    /// Whether the hold on the events of jobs is known to be there.
+    kept: Arc<AtomicBool>,
+}
+
+/// The settings of [`Jobs`].
+#[derive(Clone, Debug)]
+#[must_use = "a builder does nothing until it is opened"]
+pub struct JobsBuilder {
+    tenant: String,
+    app: String,
+    environment: String,
+    clock: Arc<dyn Clock>,
+    index: Option<PathBuf>,
+}
+
+impl JobsBuilder {
+    /// Whose tasks these are (`default`).
+    pub fn tenant(mut self, tenant: impl Into<String>) -> Self {
+        self.tenant = tenant.into();
+        self
+    }
+
+    /// The app they belong to (`task-workflow`).
+    pub fn app(mut self, app: impl Into<String>) -> Self {
+        self.app = app.into();
+        self
+    }
+
+    /// The environment in the context of each event (`prod`).
+    pub fn environment(mut self, environment: impl Into<String>) -> Self {
+        self.environment = environment.into();
+        self
+    }
+
+    /// The clock; must be that of the bus (the operating system's).
+    pub fn clock(mut self, clock: impl Clock) -> Self {
+        self.clock = Arc::new(clock);
+        self
+    }
+
+    /// The file of the index of tasks (none: it is in memory, and built when it is first used). It is built from the
+    /// events, so it can be deleted. Several processes may share it.
+    pub fn index(mut self, file: impl Into<PathBuf>) -> Self {
+        self.index = Some(file.into());
+        self
+    }
+
+    /// The handle. `Unsupported` if the engine has no history; name a store beside it then.
+    pub fn open(self, bus: Bus) -> Result<Jobs> {
+        check_id("tenant", &self.tenant)?;
+        check_id("app", &self.app)?;
+        bus.history()?;
+        bus.log()?;
+        bus.lookup()?;
+        let streams = bus.streams();
+        if streams.is_declared() {
+            let first = streams.route(TYPES[0])?;
+            for event_type in TYPES {
+                let stream = streams.route(event_type)?;
+                if stream.name != first.name {
+                    let what = format!(
+                        "{:?} is in the stream {}, and {event_type:?} in {}",
+                        TYPES[0], first.name, stream.name
+                    );
+                    return Err(Error::new(Code::InvalidSetting, what).hint(
+                        "all types of tasks and jobs share one stream: everbus_jobs::Jobs::stream() declares it",
+                    ));
+                }
+            }
+        }
+        Ok(Jobs {
+            bus,
+            tenant: self.tenant.into(),
+            app: self.app.into(),
+            environment: self.environment.into(),
+            clock: self.clock,
+            index: Arc::new(match self.index {
+                Some(file) => Index::open(file)?,
+                None => Index::in_memory()?,
+            }),
+            kept: Arc::default(),
+        })
+    }
+}
+
+impl Jobs {
+    /// Tasks and jobs of the default tenant and app.
+    pub fn new(bus: Bus) -> Result<Self> {
+        Self::builder().open(bus)
+    }
+
+    /// Begins a handle with settings.
+    pub fn builder() -> JobsBuilder {
+        JobsBuilder {
+            tenant: DEFAULT_TENANT.to_owned(),
+            app: DEFAULT_APP.to_owned(),
+            environment: "prod".to_owned(),
+            clock: Arc::new(SystemClock),
+            index: None,
+        }
+    }
+
+    /// The stream of all task and job events, for a bus with declared streams.
+    pub fn stream() -> Result<Stream> {
+        Stream::new(STREAM, TYPES)
+    }
+
+    /// The bus.
+    pub fn bus(&self) -> &Bus {
+        &self.bus
+    }
+
+    /// The tenant.
+    pub fn tenant(&self) -> &str {
+        &self.tenant
+    }
+
+    /// The app.
+    pub fn app(&self) -> &str {
+        &self.app
+    }
+
+    /// The index of tasks and jobs.
+    pub fn index(&self) -> &Index {
+        &self.index
+    }
+
+    pub(crate) fn is_kept(&self) -> bool {
+        self.kept.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_kept(&self) {
+        self.kept.store(true, Ordering::Relaxed);
+    }
+
+    /// The present time.
+    pub fn now(&self) -> Timestamp {
+        self.clock.now()
+    }
+
+    /// The clock.
+    pub fn clock(&self) -> Arc<dyn Clock> {
+        self.clock.clone()
+    }
+
+    /// The handle for the tenant and app of an event: dispatchers and workers serve all tenants.
+    #[must_use]
+    pub fn of(&self, event: &Event) -> Self {
+        let app = event.attributes().and_then(|a| a.app.as_deref());
+        let mut jobs = self.clone();
+        if event.tenant() != Some(self.tenant()) {
+            jobs.tenant = event.tenant().unwrap_or(DEFAULT_TENANT).into();
+        }
+        if let Some(app) = app.filter(|app| *app != self.app()) {
+            jobs.app = app.into();
+        }
+        jobs
+    }
+
+    /// The handle for another tenant.
+    #[must_use]
+    pub fn for_tenant(&self, tenant: &str) -> Self {
+        Self {
+            tenant: tenant.into(),
+            ..self.clone()
+        }
+    }
+
+    /// Makes events of one origin.
+    pub fn emitter(&self, origin: Origin) -> Emitter {
+        Emitter {
+            tenant: self.tenant.clone(),
+            app: self.app.clone(),
+            context: context(&self.environment, origin, None),
+            environment: self.environment.clone(),
+            origin,
+        }
+    }
+}
+
+impl std::fmt::Debug for Jobs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Jobs")
+            .field("bus", &self.bus)
+            .field("tenant", &self.tenant)
+            .field("app", &self.app)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Makes the events of one part of the system, with tenant, app, entity, key and context.
+#[derive(Clone, Debug)]
+pub struct Emitter {
+    tenant: Arc<str>,
+    app: Arc<str>,
+    environment: Arc<str>,
+    origin: Origin,
+    context: String,
+}
+
+impl Emitter {
+    /// Names the worker in the context.
+    #[must_use]
+    pub fn worker(mut self, worker_id: &str) -> Self {
+        self.context = context(&self.environment, self.origin, Some(worker_id));
+        self
+    }
+
+    /// The tenant of the events.
+    pub fn tenant(&self) -> &str {
+        &self.tenant
+    }
+
+    /// An event about a job, the health check, or a task whose run is not known.
+    pub fn event<P: Properties>(&self, properties: &P) -> EventBuilder {
+        self.event_of_run(properties, properties.job(), 0)
+    }
+
+    /// An event about one run of a task. The job is the ordering key of everything that belongs to it; a heartbeat
+    /// does not name its job by itself.
+    pub fn event_of_run<P: Properties>(
+        &self,
+        properties: &P,
+        job: Option<&str>,
+        run: u32,
+    ) -> EventBuilder {
+        let mut builder = properties
+            .builder()
+            .tenant(&*self.tenant)
+            .app(&*self.app)
+            .meta(CONTEXT, &*self.context);
+        if let Some(entity) = properties.entity() {
+            builder = builder.entity(entity.kind, entity.id);
+        }
+        if let Some(job) = job {
+            builder = builder.key(key_of_job(job));
+        }
+        if run > 0 {
+            builder = builder.meta(RUN, run.to_string());
+        }
+        builder
+    }
+}
+
+/// The work of a task with what a worker needs to publish its events.
+#[derive(Clone, Debug)]
+pub struct WorkItem {
+    /// The work.
+    pub work: Work,
+    /// The run of the task, from 1.
+    pub run: u32,
+}
+
+impl WorkItem {
+    /// Reads the message that a worker received.
+    pub fn of(event: &Event) -> Result<Self> {
+        Ok(Self {
+            work: event.json()?,
+            run: run_of(event).unwrap_or(1),
+        })
+    }
+
+    /// An event about this run of the task.
+    pub fn event<P: Properties>(&self, emitter: &Emitter, properties: &P) -> EventBuilder {
+        emitter.event_of_run(properties, self.work.job_id.as_deref(), self.run)
+    }
+}
+
+/// The run number in an event, if it carries one.
+pub fn run_of(event: &Event) -> Option<u32> {
+    event.metadata().get(RUN)?.parse().ok()
+}
+
+/// The ordering key of everything that belongs to a job.
+pub(crate) fn key_of_job(job: &str) -> String {
+    format!("JOB#{job}")
+}
+
+fn context(environment: &str, origin: Origin, worker_id: Option<&str>) -> String {
+    #[derive(Serialize)]
+    #[serde(rename_all = "camelCase")]
+    struct Context<'a> {
+        source: &'static str,
+        environment: &'a str,
+        origin: Origin,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        worker_id: Option<&'a str>,
+    }
+    let context = Context {
+        source: "system",
+        environment,
+        origin,
+        worker_id,
+    };
+    serde_json::to_string(&context).unwrap_or_default()
+}
+
+/// Refuses ids that would forge a key of the table, or that a terminal or a path cannot show.
+pub(crate) fn check_id(what: &str, id: &str) -> Result<()> {
+    let bad = |why: &str| {
+        Err(
+            Error::new(Code::InvalidAttribute, format!("the {what} {id:?} {why}"))
+                .hint("1 to 255 printable characters without #, for example scrape-1"),
+        )
+    };
+    if id.is_empty() {
+        return bad("is empty");
+    }
+    if id.chars().count() > 255 {
+        return bad("is too long");
+    }
+    if id.contains('#') {
+        return bad("contains #, which separates the parts of keys");
+    }
+    if id.chars().any(char::is_control) {
+        return bad("contains a control character");
+    }
+    Ok(())
+}

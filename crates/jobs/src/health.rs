@@ -1,0 +1,348 @@
+//! The health of running tasks, from their events: is the worker of each still heard of, and does it take too long?
+
+use std::time::Duration;
+
+use everbus::{Result, Timestamp};
+use serde::Serialize;
+
+use crate::events::{Health, HealthSummary, TaskHealth, TaskHealthCheck, TaskState};
+use crate::index::TaskFilter;
+use crate::schedule::Tick;
+use crate::state::TaskStatus;
+use crate::{Jobs, Origin};
+
+/// The most tasks that a check looks at, per tenant and state.
+const MOST: usize = 100_000;
+
+/// When a task is not healthy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Thresholds {
+    /// A task that runs for longer is *overtime* (3,600,000 ms).
+    pub overtime: Duration,
+    /// A task whose last event is older than two of these is a *warning* (20 s).
+    pub heartbeat: Duration,
+    /// A task that waits for a worker for longer is named (15 minutes).
+    pub pending: Duration,
+}
+
+impl Default for Thresholds {
+    fn default() -> Self {
+        Self {
+            overtime: Duration::from_millis(3_600_000),
+            heartbeat: Duration::from_secs(20),
+            pending: Duration::from_secs(15 * 60),
+        }
+    }
+}
+
+impl Thresholds {
+    /// Sets how long a task may run.
+    #[must_use]
+    pub fn overtime(mut self, time: Duration) -> Self {
+        self.overtime = time;
+        self
+    }
+
+    /// Sets the time between two heartbeats of a healthy worker.
+    #[must_use]
+    pub fn heartbeat(mut self, time: Duration) -> Self {
+        self.heartbeat = time;
+        self
+    }
+
+    /// Sets how long a task may wait for a worker.
+    #[must_use]
+    pub fn pending(mut self, time: Duration) -> Self {
+        self.pending = time;
+        self
+    }
+
+    /// The health of a task that is being processed. The first of these holds: it runs for too long, its lock has
+    /// ended, it was silent for more than two heartbeats, it is healthy.
+    pub fn judge(&self, task: &TaskStatus, now: Timestamp) -> Health {
+        let elapsed = since(task.started_at.or(task.since), now);
+        let silent = since(task.last_event_at, now);
+        // The lock is in whole seconds, rounded down.
+        let now_seconds = now.as_micros().div_euclid(1_000_000);
+        let locked = task
+            .effective_until
+            .and_then(|until| i64::try_from(until).ok());
+        if elapsed > self.overtime {
+            Health::Overtime
+        } else if locked.is_some_and(|until| now_seconds > until) {
+            Health::Critical
+        } else if silent > 2 * self.heartbeat {
+            Health::Warning
+        } else {
+            Health::Healthy
+        }
+    }
+}
+
+fn since(time: Option<Timestamp>, now: Timestamp) -> Duration {
+    time.map_or(Duration::ZERO, |time| now.since(time))
+}
+
+/// A task that waits for a worker for too long.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct WaitingTask {
+    /// The task.
+    pub request_id: String,
+    /// Its job.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub job_id: Option<String>,
+    /// The name of its work.
+    pub name: String,
+    /// Milliseconds that it has waited.
+    pub waiting: u64,
+}
+
+/// The result of a check: what `Task Health Check` says, and the tasks that wait for too long.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct HealthReport {
+    /// The tenant.
+    pub tenant: String,
+    /// The counts, and each task that is being processed.
+    #[serde(flatten)]
+    pub check: TaskHealthCheck,
+    /// The tasks that wait for a worker for too long, the longest first.
+    #[serde(rename = "pendingTooLong")]
+    pub waiting: Vec<WaitingTask>,
+}
+
+impl HealthReport {
+    /// Judges the tasks of a tenant.
+    pub fn of<'a>(
+        tenant: &str,
+        processing: impl IntoIterator<Item = &'a TaskStatus>,
+        pending: impl IntoIterator<Item = &'a TaskStatus>,
+        thresholds: &Thresholds,
+        now: Timestamp,
+    ) -> Self {
+        let mut summary = HealthSummary::default();
+        let judged = processing.into_iter().map(|task| {
+            let health = thresholds.judge(task, now);
+            summary.total_processing += 1;
+            *match health {
+                Health::Healthy => &mut summary.healthy,
+                Health::Warning => &mut summary.warning,
+                Health::Critical => &mut summary.critical,
+                Health::Overtime => &mut summary.overtime,
+            } += 1;
+            TaskHealth {
+                request_id: task.request_id.clone(),
+                health,
+                elapsed: millis(since(task.started_at.or(task.since), now)),
+                time_since_last_event: millis(since(task.last_event_at, now)),
+                last_event_type: task.last_event_type.clone().unwrap_or_default(),
+                worker_id: task.worker_id.clone().unwrap_or_default(),
+            }
+        });
+        let tasks = judged.collect();
+        let waited = pending.into_iter().filter_map(|task| {
+            let waiting = since(task.since, now);
+            (waiting > thresholds.pending).then(|| WaitingTask {
+                request_id: task.request_id.clone(),
+                job_id: task.job_id.clone(),
+                name: task.name.clone(),
+                waiting: millis(waiting),
+            })
+        });
+        Self {
+            tenant: tenant.to_owned(),
+            check: TaskHealthCheck { summary, tasks },
+            waiting: waited.collect(),
+        }
+    }
+
+    /// The worst that was found: 0 healthy, 1 a warning or a task that waits for too long, 2 critical or overtime.
+    /// Monitoring programs know these as OK, WARNING and CRITICAL.
+    pub fn severity(&self) -> u8 {
+        let summary = self.check.summary;
+        if summary.critical + summary.overtime > 0 {
+            2
+        } else if summary.warning > 0 || !self.waiting.is_empty() {
+            1
+        } else {
+            0
+        }
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+impl Jobs {
+    /// Looks at the running and waiting tasks of this tenant. Nothing is published.
+    pub async fn health(&self, thresholds: &Thresholds) -> Result<HealthReport> {
+        let filter = |state, before| TaskFilter {
+            state: Some(state),
+            before,
+            oldest_first: true,
+            limit: MOST,
+        };
+        let processing = self.tasks(&filter(TaskState::Processing, None)).await?;
+        let now = self.now();
+        let before = Some(now.minus(thresholds.pending));
+        let pending = self.tasks(&filter(TaskState::Pending, before)).await?;
+        Ok(HealthReport::of(
+            self.tenant(),
+            &processing,
+            &pending,
+            thresholds,
+            now,
+        ))
+    }
+
+    /// Looks at the tasks of every tenant that has some, and publishes a `Task Health Check` for each of them.
+    pub async fn check_health(&self, thresholds: &Thresholds) -> Result<Vec<HealthReport>> {
+        self.check_health_at(thresholds, None).await
+    }
+
+    /// As [`check_health`](Self::check_health), for one tick of a schedule: the events have ids of the tick, so that
+    /// two processes that believe to have it publish them once.
+    pub async fn check_health_at(
+        &self,
+        thresholds: &Thresholds,
+        tick: Option<&Tick>,
+    ) -> Result<Vec<HealthReport>> {
+        let index = self.index();
+        index.catch_up(self.bus(), None).await?;
+        let mut tenants = index.tenants(TaskState::Processing)?;
+        tenants.extend(index.tenants(TaskState::Pending)?);
+        tenants.push(self.tenant().to_owned());
+        tenants.sort();
+        tenants.dedup();
+        let mut reports = Vec::with_capacity(tenants.len());
+        for tenant in tenants {
+            let jobs = self.for_tenant(&tenant);
+            let report = jobs.health(thresholds).await?;
+            let mut event = jobs.emitter(Origin::HealthCheck).event(&report.check);
+            if let Some(tick) = tick {
+                event = event.id(tick.id(&tenant, "Task Health Check"));
+            }
+            crate::schedule::once(jobs.bus().publish(event).await)?;
+            reports.push(report);
+        }
+        Ok(reports)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::events::TaskHeartbeat;
+    use everbus::TypedEvent;
+
+    const NOW: i64 = 1_767_453_739;
+
+    fn at(seconds_ago: i64) -> Option<Timestamp> {
+        Some(Timestamp::from_micros((NOW - seconds_ago) * 1_000_000))
+    }
+
+    fn task(id: &str, started: i64, last: i64, until: i64) -> TaskStatus {
+        TaskStatus {
+            request_id: id.to_owned(),
+            name: "scrape-store".into(),
+            state: Some(TaskState::Processing),
+            since: at(started),
+            started_at: at(started),
+            last_event_type: Some(TaskHeartbeat::TYPE.to_owned()),
+            last_event_at: at(last),
+            effective_until: Some((NOW + until).unsigned_abs()),
+            worker_id: Some("worker-i-001".into()),
+            ..TaskStatus::default()
+        }
+    }
+
+    fn now() -> Timestamp {
+        at(0).unwrap()
+    }
+
+    // conformance: workflow/health-states: overtime, else critical past effectiveUntil, else warning, else healthy
+    #[test]
+    fn each_task_has_one_health() {
+        let thresholds = Thresholds::default();
+        for (started, last, until, health) in [
+            (120, 15, 45, Health::Healthy),
+            // Two heartbeats are 40 s.
+            (120, 40, 20, Health::Healthy),
+            (120, 41, 19, Health::Warning),
+            (120, 60, 0, Health::Warning),
+            (120, 61, -1, Health::Critical),
+            (3600, 15, 45, Health::Healthy),
+            (3601, 15, 45, Health::Overtime),
+            // The longest run goes first, whatever else is wrong.
+            (3800, 3700, -3640, Health::Overtime),
+        ] {
+            let task = task("a", started, last, until);
+            let found = thresholds.judge(&task, now());
+            assert_eq!(
+                found, health,
+                "started {started}, last {last}, until {until}"
+            );
+        }
+        let strict = thresholds
+            .overtime(Duration::from_secs(60))
+            .heartbeat(Duration::from_secs(5));
+        let judge = |started, last| strict.judge(&task("a", started, last, 45), now());
+        assert_eq!(judge(61, 1), Health::Overtime);
+        assert_eq!(judge(30, 11), Health::Warning);
+    }
+
+    // conformance: workflow/props-health: summary and the six fields of each task, as in the document
+    #[test]
+    fn the_report_has_the_fields_of_the_document() {
+        let tasks = [
+            task("req-123", 120, 15, 45),
+            task("req-456", 3800, 20, 40),
+            task("req-5", 120, 50, 10),
+            task("req-6", 120, 70, -10),
+        ];
+        let report = HealthReport::of("t", &tasks, &[], &Thresholds::default(), now());
+        let json = serde_json::to_value(&report.check).unwrap();
+        assert_eq!(
+            json["summary"],
+            serde_json::json!({
+                "totalProcessing": 4, "healthy": 1, "warning": 1, "critical": 1, "overtime": 1
+            })
+        );
+        assert_eq!(
+            json["tasks"][1],
+            serde_json::json!({
+                "requestId": "req-456",
+                "health": "overtime",
+                "elapsed": 3_800_000,
+                "timeSinceLastEvent": 20_000,
+                "lastEventType": "Task Heartbeat",
+                "workerId": "worker-i-001",
+            })
+        );
+        assert_eq!(report.severity(), 2);
+    }
+
+    #[test]
+    fn tasks_that_wait_for_too_long_are_named() {
+        let waits = |id: &str, seconds| TaskStatus {
+            state: Some(TaskState::Pending),
+            ..task(id, seconds, seconds, 0)
+        };
+        let pending = [waits("old", 901), waits("new", 900)];
+        let report = HealthReport::of("t", &[], &pending, &Thresholds::default(), now());
+        let names: Vec<&str> = report
+            .waiting
+            .iter()
+            .map(|t| t.request_id.as_str())
+            .collect();
+        assert_eq!(names, ["old"]);
+        assert_eq!(report.severity(), 1);
+        let healthy = HealthReport::of("t", &[], &[], &Thresholds::default(), now());
+        assert_eq!(healthy.severity(), 0);
+        let warned = [task("a", 120, 50, 10)];
+        let report = HealthReport::of("t", &warned, &[], &Thresholds::default(), now());
+        assert_eq!(report.severity(), 1);
+    }
+}

@@ -1,0 +1,263 @@
+//! The index: tasks by state and by job, in an SQLite file or in memory.
+//!
+//! It holds nothing that the events do not say, so it can be deleted at any time. A reader first brings it up to the end
+//! of the log. Several processes may share a file: each applies the events after the file's cursor in one transaction,
+//! and gives up its batch if another process was faster.
+
+mod apply;
+mod query;
+
+use std::path::{Path, PathBuf};
+use std::str::FromStr as _;
+use std::time::Duration;
+
+use everbus::{Bus, Code, Cursor, Error, Pattern, Position, Result, TypedEvent as _};
+use parking_lot::Mutex;
+use rusqlite::{Connection, OptionalExtension as _};
+
+use crate::events::{
+    JobCreated, JobTasksAdded, TaskCompleted, TaskFailed, TaskHeartbeat, TaskPending,
+    TaskProcessingFailed, TaskStarted, TaskTimeout,
+};
+
+pub use query::{JobRow, JobState, TaskFilter};
+
+/// Another layout is built from the events again.
+const LAYOUT: i64 = 1;
+/// Events per transaction.
+const BATCH: usize = 2_000;
+
+const SCHEMA: &str = "
+CREATE TABLE IF NOT EXISTS meta (
+  only INTEGER PRIMARY KEY CHECK (only = 0), cursor TEXT NOT NULL, last_id BLOB, last_place INTEGER
+);
+INSERT OR IGNORE INTO meta (only, cursor) VALUES (0, '0');
+CREATE TABLE IF NOT EXISTS jobs (
+  tenant TEXT NOT NULL, id TEXT NOT NULL, app TEXT, request_id TEXT NOT NULL, created_at INTEGER NOT NULL,
+  place INTEGER NOT NULL, total INTEGER NOT NULL, refused TEXT,
+  pending INTEGER NOT NULL DEFAULT 0, processing INTEGER NOT NULL DEFAULT 0,
+  completed INTEGER NOT NULL DEFAULT 0, failed INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY (tenant, id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS jobs_by_place ON jobs (tenant, place);
+CREATE INDEX IF NOT EXISTS jobs_unfinished ON jobs (created_at) WHERE completed < total AND refused IS NULL;
+CREATE TABLE IF NOT EXISTS tasks (
+  tenant TEXT NOT NULL, id TEXT NOT NULL, job TEXT, number INTEGER, name TEXT NOT NULL,
+  state INTEGER, run INTEGER NOT NULL DEFAULT 0, cancelled INTEGER NOT NULL DEFAULT 0, since INTEGER,
+  started_at INTEGER, last_type TEXT, last_at INTEGER, effective_until INTEGER, worker_id TEXT, error TEXT,
+  place INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY (tenant, id)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS tasks_by_state ON tasks (tenant, state, since, id) WHERE state IS NOT NULL;
+CREATE INDEX IF NOT EXISTS tasks_by_job ON tasks (tenant, job, number) WHERE job IS NOT NULL;
+";
+
+/// The index of tasks and jobs.
+pub struct Index {
+    conn: Mutex<Connection>,
+    /// One reader of this process at a time brings the index up to date; the others wait for its result.
+    catching_up: tokio::sync::Mutex<()>,
+    path: Option<PathBuf>,
+}
+
+impl std::fmt::Debug for Index {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Index")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Index {
+    /// An index in memory. It reads all task events of the log when it is first used.
+    pub fn in_memory() -> Result<Self> {
+        let conn = Connection::open_in_memory().map_err(|e| failed("opening the index", e))?;
+        Self::prepare(conn, None)
+    }
+
+    /// An index in a file of its own, which is created if it is not there. A file that cannot be read is replaced.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        let opened = Self::open_file(path).or_else(|_| {
+            remove_files(path);
+            Self::open_file(path)
+        });
+        opened.map_err(|error| {
+            let what = format!("the index of tasks {} cannot be opened", path.display());
+            Error::new(error.code(), what)
+                .hint("it is built from the events: choose another place for it, or delete it")
+                .caused_by(error)
+        })
+    }
+
+    fn open_file(path: &Path) -> Result<Self> {
+        let opening = |e| failed("opening the index", e);
+        let conn = Connection::open(path).map_err(opening)?;
+        conn.busy_timeout(Duration::from_secs(10))
+            .map_err(opening)?;
+        conn.pragma_update(None, "journal_mode", "WAL")
+            .map_err(opening)?;
+        conn.pragma_update(None, "synchronous", "NORMAL")
+            .map_err(opening)?;
+        Self::prepare(conn, Some(path.to_owned()))
+    }
+
+    fn prepare(conn: Connection, path: Option<PathBuf>) -> Result<Self> {
+        let opening = |e| failed("opening the index", e);
+        let layout: i64 = conn
+            .pragma_query_value(None, "user_version", |row| row.get(0))
+            .map_err(opening)?;
+        let sql = match layout {
+            LAYOUT => String::new(),
+            0 => format!("BEGIN IMMEDIATE;{SCHEMA}PRAGMA user_version = {LAYOUT};COMMIT;"),
+            _ => format!(
+                "BEGIN IMMEDIATE;DROP TABLE IF EXISTS meta;DROP TABLE IF EXISTS jobs;DROP TABLE IF EXISTS tasks;\
+                 {SCHEMA}PRAGMA user_version = {LAYOUT};COMMIT;"
+            ),
+        };
+        conn.execute_batch(&sql).map_err(opening)?;
+        conn.set_prepared_statement_cache_capacity(64);
+        Ok(Self {
+            conn: Mutex::new(conn),
+            catching_up: tokio::sync::Mutex::default(),
+            path,
+        })
+    }
+
+    /// The file, if there is one.
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
+    /// Throws everything away. The next use builds it from the events.
+    pub fn clear(&self) -> Result<()> {
+        let sql = "BEGIN IMMEDIATE; DELETE FROM tasks; DELETE FROM jobs;
+                   UPDATE meta SET cursor = '0', last_id = NULL, last_place = NULL; COMMIT;";
+        let conn = self.conn.lock();
+        conn.execute_batch(sql)
+            .map_err(|e| failed("clearing the index", e))
+    }
+
+    /// Applies all events up to the end of the log, and at least up to `upto`. Returns how far it came.
+    pub async fn catch_up(&self, bus: &Bus, upto: Option<Position>) -> Result<Cursor> {
+        let log = bus.log()?;
+        let mut goal = log.head().await?;
+        if let Some(position) = upto {
+            goal.advance(position);
+        }
+        if self.cursor()?.reaches(&goal) {
+            return self.cursor();
+        }
+        let _one = self.catching_up.lock().await;
+        self.check_log(bus, &goal).await?;
+        let patterns = patterns()?;
+        loop {
+            let from = self.cursor()?;
+            if from.reaches(&goal) {
+                return Ok(from);
+            }
+            let (records, next) = log.read(from.clone(), patterns.clone(), BATCH).await?;
+            if next == from && records.is_empty() {
+                // The rest is not visible yet: a transaction of another process is open.
+                tokio::time::sleep(Duration::from_millis(2)).await;
+                continue;
+            }
+            let mut whole = Vec::with_capacity(records.len());
+            for record in &records {
+                let is_job = matches!(
+                    record.event.event_type(),
+                    JobCreated::TYPE | JobTasksAdded::TYPE
+                );
+                // The graph may be in the part of the event that is in an object store. A task's state never is.
+                whole.push(match is_job && record.event.overflow().is_some() {
+                    true => bus.whole(record).await?,
+                    false => record.clone(),
+                });
+            }
+            self.apply(&from, &next, &whole)?;
+        }
+    }
+
+    /// Clears the index if it was built from another log, for example after the file of the events was replaced.
+    async fn check_log(&self, bus: &Bus, head: &Cursor) -> Result<()> {
+        let last: Option<(Vec<u8>, i64)> = {
+            let conn = self.conn.lock();
+            let sql = "SELECT last_id, last_place FROM meta WHERE last_id IS NOT NULL";
+            let row = conn.query_row(sql, [], |row| Ok((row.get(0)?, row.get(1)?)));
+            row.optional().map_err(|e| failed("reading the index", e))?
+        };
+        let Some((id, place)) = last else {
+            return Ok(());
+        };
+        if head.reaches(&self.cursor()?)
+            && let Ok(id) = <[u8; 16]>::try_from(id)
+        {
+            let found = bus.lookup()?.find(everbus::EventId::from_bytes(id)).await?;
+            let at = |place: i64| found.iter().any(|r| to_sql(r.position.place()) == place);
+            if found.is_empty() || at(place) {
+                return Ok(());
+            }
+        }
+        tracing::warn!(target: "everbus::jobs", "the index of tasks belongs to another log and is built again");
+        self.clear()
+    }
+
+    /// How far the events were applied.
+    pub fn cursor(&self) -> Result<Cursor> {
+        let conn = self.conn.lock();
+        read_cursor(&conn)
+    }
+}
+
+fn read_cursor(conn: &Connection) -> Result<Cursor> {
+    let reading = |e| failed("reading the index", e);
+    let mut statement = conn
+        .prepare_cached("SELECT cursor FROM meta")
+        .map_err(reading)?;
+    let text: String = statement.query_row([], |row| row.get(0)).map_err(reading)?;
+    Cursor::from_str(&text)
+}
+
+/// The types that the index needs.
+pub(crate) fn patterns() -> Result<Vec<Pattern>> {
+    let types = [
+        TaskPending::TYPE,
+        TaskStarted::TYPE,
+        TaskProcessingFailed::TYPE,
+        TaskCompleted::TYPE,
+        TaskFailed::TYPE,
+        TaskTimeout::TYPE,
+        TaskHeartbeat::TYPE,
+        JobCreated::TYPE,
+        JobTasksAdded::TYPE,
+    ];
+    types.into_iter().map(Pattern::new).collect()
+}
+
+fn remove_files(path: &Path) {
+    for end in ["", "-wal", "-shm"] {
+        let mut file = path.as_os_str().to_owned();
+        file.push(end);
+        // If it cannot be removed, opening it says why.
+        let _ = std::fs::remove_file(file);
+    }
+}
+
+fn failed(doing: &str, error: rusqlite::Error) -> Error {
+    let code = match error.sqlite_error_code() {
+        Some(rusqlite::ErrorCode::DatabaseBusy | rusqlite::ErrorCode::DatabaseLocked) => Code::Busy,
+        Some(rusqlite::ErrorCode::DiskFull) => Code::DiskFull,
+        Some(rusqlite::ErrorCode::ReadOnly) => Code::ReadOnly,
+        Some(rusqlite::ErrorCode::DatabaseCorrupt | rusqlite::ErrorCode::NotADatabase) => {
+            Code::Corrupt
+        }
+        _ => Code::Internal,
+    };
+    Error::new(code, format!("{doing} of tasks failed"))
+        .hint("the index is built from the events and can be deleted")
+        .caused_by(error)
+}
+
+fn to_sql(place: u64) -> i64 {
+    i64::try_from(place).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,277 @@
+//! Questions about tasks and jobs: the state of one, its history, the graph of a job now or at a past moment.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus::{
+    Code, Error, HistoryQuery, Order, Pattern, Recorded, Result, Timestamp, TypedEvent as _,
+};
+use serde::Serialize;
+
+use crate::dispatcher::no_job;
+use crate::events::{JOB, JobCreated, JobTasksAdded, TASK, TaskState, TaskStatuses};
+use crate::graph::Graph;
+use crate::handle::Jobs;
+use crate::index::{JobRow, JobState, TaskFilter};
+use crate::state::{Note, TaskStatus};
+
+/// The largest page of a history that is read at once.
+const PAGE: usize = 1_000;
+
+/// A job with the state of each task.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct JobStatus {
+    /// The job.
+    pub job_id: String,
+    /// The request that submitted it.
+    pub request_id: String,
+    /// Its state.
+    pub state: JobState,
+    /// When it was submitted.
+    pub created_at: Timestamp,
+    /// How many tasks it has.
+    pub total_tasks: usize,
+    /// The state of each; `None` for a task that has not begun.
+    pub task_statuses: TaskStatuses,
+    /// Why it was refused, if it was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub refused: Option<String>,
+}
+
+impl JobStatus {
+    /// How many tasks are in a state.
+    pub fn count(&self, state: TaskState) -> usize {
+        let states = self.task_statuses.values();
+        states.filter(|s| **s == Some(state)).count()
+    }
+}
+
+/// The graph of a job at a moment.
+#[derive(Clone, Debug)]
+pub struct JobPicture {
+    /// The job.
+    pub job_id: String,
+    /// Its tasks and their dependencies.
+    pub graph: Graph,
+    /// The state of each task, in the order of the graph.
+    pub states: Vec<Option<TaskState>>,
+}
+
+impl Jobs {
+    /// The state of a task, folded from its events; `None` if it has none.
+    pub async fn task(&self, id: &str) -> Result<Option<TaskStatus>> {
+        self.task_at(id, None).await
+    }
+
+    /// The state of a task at a moment.
+    pub async fn task_at(&self, id: &str, at: Option<Timestamp>) -> Result<Option<TaskStatus>> {
+        let mut status: Option<TaskStatus> = None;
+        self.each_event(TASK, id, at, |record| {
+            if let Some(note) = Note::of(record) {
+                status.get_or_insert_default().apply(&note);
+            }
+        })
+        .await?;
+        Ok(status.filter(|status| status.state.is_some()))
+    }
+
+    /// The events of a task, the oldest first.
+    pub async fn task_history(&self, id: &str) -> Result<Vec<Arc<Recorded>>> {
+        let mut events = Vec::new();
+        self.each_event(TASK, id, None, |record| events.push(record.clone()))
+            .await?;
+        Ok(events)
+    }
+
+    async fn each_event(
+        &self,
+        kind: &str,
+        id: &str,
+        until: Option<Timestamp>,
+        mut take: impl FnMut(&Arc<Recorded>),
+    ) -> Result<()> {
+        let mut query = HistoryQuery::default()
+            .tenant(self.tenant())
+            .entity(kind, id)
+            .order(Order::Oldest)
+            .limit(PAGE);
+        query.until = until;
+        loop {
+            let page = self.bus().history()?.query(query.clone()).await?;
+            page.items.iter().for_each(&mut take);
+            match page.next {
+                Some(next) => query = query.after(next),
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Tasks by state, each by its latest event.
+    pub async fn tasks(&self, filter: &TaskFilter) -> Result<Vec<TaskStatus>> {
+        self.index().catch_up(self.bus(), None).await?;
+        self.index().tasks(self.tenant(), filter)
+    }
+
+    /// How many tasks are in each state.
+    pub async fn task_counts(&self) -> Result<[(TaskState, u64); 4]> {
+        self.index().catch_up(self.bus(), None).await?;
+        self.index().counts(self.tenant())
+    }
+
+    /// Jobs, the newest first.
+    pub async fn jobs(&self, limit: usize) -> Result<Vec<JobRow>> {
+        self.index().catch_up(self.bus(), None).await?;
+        self.index().jobs(self.tenant(), limit)
+    }
+
+    /// A job with the state of each task. `NotFound` if there is none.
+    pub async fn job(&self, id: &str) -> Result<JobStatus> {
+        self.index().catch_up(self.bus(), None).await?;
+        let row = self
+            .index()
+            .job(self.tenant(), id)?
+            .ok_or_else(|| no_job(id))?;
+        let tasks = self.index().job_tasks(self.tenant(), id)?;
+        let mut state = row.state();
+        // The counts cannot tell a failed job from one whose next task is about to start.
+        if state == JobState::Failed {
+            let picture = self.picture(id, &tasks).await?;
+            if picture.can_go_on() {
+                state = JobState::Running;
+            }
+        }
+        Ok(JobStatus {
+            job_id: row.job_id,
+            request_id: row.request_id,
+            state,
+            created_at: row.created_at,
+            total_tasks: row.total_tasks,
+            task_statuses: tasks.into_iter().map(|t| (t.request_id, t.state)).collect(),
+            refused: row.refused,
+        })
+    }
+
+    /// The tasks of a job with all that is known about each, in the order in which they were added.
+    pub async fn job_tasks(&self, id: &str) -> Result<Vec<TaskStatus>> {
+        self.index().catch_up(self.bus(), None).await?;
+        self.index()
+            .job(self.tenant(), id)?
+            .ok_or_else(|| no_job(id))?;
+        self.index().job_tasks(self.tenant(), id)
+    }
+
+    /// The graph of a job with the state of each task, now or at a past moment.
+    pub async fn job_graph(&self, id: &str, at: Option<Timestamp>) -> Result<JobPicture> {
+        let Some(at) = at else {
+            let tasks = self.job_tasks(id).await?;
+            return self.picture(id, &tasks).await;
+        };
+        let loaded = load_graph(self, self.tenant(), id, None, Some(at)).await?;
+        let (graph, _) = loaded.ok_or_else(|| {
+            Error::new(Code::NotFound, format!("there was no job {id:?} at {at}"))
+                .hint("choose a later time")
+        })?;
+        let mut states = Vec::with_capacity(graph.len());
+        for task in graph.tasks() {
+            let status = self.task_at(&task.task_id, Some(at)).await?;
+            states.push(status.and_then(|status| status.state));
+        }
+        let job_id = id.to_owned();
+        Ok(JobPicture {
+            job_id,
+            graph,
+            states,
+        })
+    }
+
+    async fn picture(&self, id: &str, tasks: &[TaskStatus]) -> Result<JobPicture> {
+        let loaded = load_graph(self, self.tenant(), id, Some(tasks.len()), None).await?;
+        let (graph, _) = loaded.ok_or_else(|| no_job(id))?;
+        Ok(JobPicture {
+            job_id: id.to_owned(),
+            graph,
+            states: tasks.iter().map(|task| task.state).collect(),
+        })
+    }
+
+    /// Waits until a job has ended: completed, failed with nothing left to do, or refused. `seen` is called with its
+    /// status now and after each change.
+    pub async fn wait(&self, id: &str, mut seen: impl FnMut(&JobStatus)) -> Result<JobStatus> {
+        let mut last: Option<JobStatus> = None;
+        loop {
+            let head = self.bus().log()?.head().await?;
+            let status = self.job(id).await?;
+            if last.as_ref() != Some(&status) {
+                seen(&status);
+            }
+            if status.state != JobState::Running {
+                return Ok(status);
+            }
+            last = Some(status);
+            self.bus().log()?.wait_beyond(head).await?;
+            // Events come in bursts; one look serves many.
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+impl JobPicture {
+    /// Whether a task runs, waits for a worker, or can start.
+    fn can_go_on(&self) -> bool {
+        let completed = |n: &usize| self.states[*n] == Some(TaskState::Completed);
+        (0..self.graph.len()).any(|number| match self.states[number] {
+            Some(state) => !state.is_terminal(),
+            None => self.graph.parents(number).iter().all(completed),
+        })
+    }
+}
+
+/// The graph of a job and when the job was submitted: of `total` tasks, or as it was at a moment.
+pub(crate) async fn load_graph(
+    jobs: &Jobs,
+    tenant: &str,
+    id: &str,
+    total: Option<usize>,
+    until: Option<Timestamp>,
+) -> Result<Option<(Graph, Timestamp)>> {
+    let bus = jobs.bus();
+    let query = |event_type: &str| -> Result<HistoryQuery> {
+        let query = HistoryQuery::default()
+            .tenant(tenant)
+            .entity(JOB, id)
+            .types(Pattern::new(event_type)?)
+            .order(Order::Oldest)
+            .limit(PAGE);
+        Ok(HistoryQuery { until, ..query })
+    };
+    let first = query(JobCreated::TYPE)?.limit(1);
+    let page = bus.history()?.query(first).await?;
+    let Some(record) = page.items.first() else {
+        return Ok(None);
+    };
+    let record = bus.whole(record).await?;
+    let created: JobCreated = record.event.json()?;
+    let mut graph = Graph::new(created.tasks)?;
+    let mut added = query(JobTasksAdded::TYPE)?;
+    loop {
+        if total.is_some_and(|total| graph.len() >= total) {
+            break;
+        }
+        let page = bus.history()?.query(added.clone()).await?;
+        for record in &page.items {
+            let record = bus.whole(record).await?;
+            let more: JobTasksAdded = record.event.json()?;
+            let fits = total.is_none_or(|total| graph.len() + more.new_tasks.len() <= total);
+            if more.previous_total_tasks == graph.len() && fits {
+                // One that is invalid adds nothing, in the index as well.
+                let _ = graph.add(more.new_tasks);
+            }
+        }
+        match page.next {
+            Some(next) => added = added.after(next),
+            None => break,
+        }
+    }
+    Ok(Some((graph, record.received_at)))
+}

@@ -1,0 +1,267 @@
+//! The pair of events that starts a task: `Task Pending` and the message with the work, appended in one step.
+
+use std::collections::BTreeMap;
+
+use everbus::core::Deduplication;
+use everbus::{Bus, Code, Error, Event, EventId, Result, Timestamp, TypedEvent as _};
+use serde::Serialize;
+use serde_json::value::RawValue;
+
+use crate::events::{Json, TaskPending, Work};
+use crate::handle::Emitter;
+use crate::ids::{Parts, time_in};
+
+/// An output of more bytes than this travels as a reference to its event.
+pub(crate) const MAX_OUTPUT: usize = 16 * 1024;
+/// All outputs that a task receives have at most this many bytes; the largest become references.
+pub(crate) const MAX_OUTPUTS: usize = 128 * 1024;
+
+/// One start of a task.
+#[derive(Clone, Debug)]
+pub(crate) struct Start<'a> {
+    pub(crate) task: &'a str,
+    /// The job, and the time that its derived ids begin with.
+    pub(crate) job: Option<(&'a str, Timestamp)>,
+    pub(crate) name: &'a str,
+    pub(crate) depends_on: Option<&'a [String]>,
+    pub(crate) input: Json,
+    pub(crate) run: u32,
+    /// Not before this time.
+    pub(crate) at: Option<Timestamp>,
+}
+
+impl Start<'_> {
+    /// `Task Pending` and the work. Both ids are derived, so that a repetition is recognised.
+    pub(crate) fn events(&self, emitter: &Emitter) -> Result<[Event; 2]> {
+        let job = self.job.map(|(job, _)| job);
+        let pending = TaskPending {
+            request_id: self.task.to_owned(),
+            job_id: job.map(str::to_owned),
+            name: self.name.to_owned(),
+            depends_on: self.depends_on.map(<[String]>::to_vec),
+        };
+        let work = Work {
+            request_id: self.task.to_owned(),
+            job_id: job.map(str::to_owned),
+            name: self.name.to_owned(),
+            input: self.input.clone(),
+        };
+        let id = |event_type| run_id(emitter.tenant(), self.job, self.task, self.run, event_type);
+        let pending = emitter
+            .event_of_run(&pending, job, self.run)
+            .id(id(TaskPending::TYPE))
+            .build()?;
+        let mut work = emitter
+            .event_of_run(&work, job, self.run)
+            .id(id(Work::TYPE));
+        if job.is_none() {
+            // Without a job the key is that of the task, as for its other events.
+            work = work.key(format!("TASK#{}", self.task));
+        }
+        if let Some(at) = self.at {
+            work = work.at(at);
+        }
+        Ok([pending, work.build()?])
+    }
+}
+
+/// The id of an event of one run of a task.
+pub(crate) fn run_id(
+    tenant: &str,
+    job: Option<(&str, Timestamp)>,
+    task: &str,
+    run: u32,
+    event_type: &str,
+) -> EventId {
+    let parts = Parts {
+        tenant,
+        job: job.map_or("", |(job, _)| job),
+        task,
+        run: run.into(),
+        event_type,
+    };
+    parts.at(job.map_or_else(|| time_in(task), |(_, created)| Some(created)))
+}
+
+/// The output of a completed parent.
+#[derive(Clone, Debug)]
+pub(crate) enum Output {
+    /// As it is.
+    Small(Json),
+    /// In the event with this id.
+    Large(EventId),
+}
+
+impl Output {
+    pub(crate) fn of(output: &Json, event: EventId) -> Self {
+        if output.get().len() > MAX_OUTPUT {
+            Self::Large(event)
+        } else {
+            Self::Small(output.clone())
+        }
+    }
+}
+
+/// A large output: where it is.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Reference<'a> {
+    #[serde(rename = "$output")]
+    output: Place<'a>,
+}
+
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Place<'a> {
+    task_id: &'a str,
+    event_id: EventId,
+}
+
+/// The input of a dependent task: its own, with `dependencyOutputs`. Large outputs are references.
+pub(crate) fn merged(own: &Json, outputs: &BTreeMap<&str, (Output, EventId)>) -> Result<Json> {
+    let failed = |e: serde_json::Error| {
+        Error::new(
+            Code::InvalidPayloadError,
+            "the input of a task cannot be built",
+        )
+        .caused_by(e)
+    };
+    let mut all: BTreeMap<&str, (Json, EventId, bool)> = BTreeMap::new();
+    for (task, (output, event)) in outputs {
+        let reference = |event: EventId| Json::of(&reference(task, event)).map_err(failed);
+        let (json, whole) = match output {
+            Output::Small(json) => (json.clone(), true),
+            Output::Large(event) => (reference(*event)?, false),
+        };
+        all.insert(task, (json, *event, whole));
+    }
+    let mut total: usize = all.values().map(|(json, ..)| json.get().len()).sum();
+    while total > MAX_OUTPUTS {
+        let largest = all.iter_mut().filter(|(_, (.., whole))| *whole);
+        let largest = largest.max_by_key(|(_, (json, ..))| json.get().len());
+        let Some((task, (json, event, whole))) = largest else {
+            break;
+        };
+        total -= json.get().len();
+        *json = Json::of(&reference(task, *event)).map_err(failed)?;
+        *whole = false;
+        total += json.get().len();
+    }
+    let outputs: BTreeMap<&str, &Json> =
+        all.iter().map(|(task, (json, ..))| (*task, json)).collect();
+    let outputs = Json::of(&outputs).map_err(failed)?;
+    // An input that is no object has its place beside the outputs.
+    let Ok(mut members) = own.read::<BTreeMap<String, &RawValue>>() else {
+        let both: BTreeMap<&str, &Json> = [("input", own), ("dependencyOutputs", &outputs)].into();
+        return Json::of(&both).map_err(failed);
+    };
+    let outputs: &RawValue = serde_json::from_str(outputs.get()).map_err(failed)?;
+    members.insert("dependencyOutputs".to_owned(), outputs);
+    Json::of(&members).map_err(failed)
+}
+
+fn reference(task_id: &str, event_id: EventId) -> Reference<'_> {
+    let output = Place { task_id, event_id };
+    Reference { output }
+}
+
+/// Publishes events with derived ids, in one step where the engine can. An event whose id is known was published
+/// before, whatever its body; that is success. Returns how many were new.
+pub(crate) async fn publish_once(bus: &Bus, events: Vec<Event>) -> Result<usize> {
+    let events = unknown_to_store(bus, events).await?;
+    if events.is_empty() {
+        return Ok(0);
+    }
+    match bus.publish_batch(events.clone()).await {
+        Ok(receipts) => return Ok(receipts.iter().filter(|r| !r.is_duplicate()).count()),
+        Err(error) if error.code() == Code::IdReused => {}
+        Err(error) => return Err(error),
+    }
+    // One of them is known with another body. One by one the others are stored too: a pair that was stored in one
+    // step before is known as a whole.
+    let mut new = 0;
+    for event in events {
+        match bus.publish(event).await {
+            Ok(receipt) => new += usize::from(!receipt.is_duplicate()),
+            Err(error) if error.code() == Code::IdReused => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(new)
+}
+
+/// Where the broker recognises an id only for a while, the store's record decides.
+async fn unknown_to_store(bus: &Bus, events: Vec<Event>) -> Result<Vec<Event>> {
+    if bus.capabilities().deduplication == Deduplication::WhileRetained {
+        return Ok(events);
+    }
+    let mut unknown = Vec::with_capacity(events.len());
+    for event in events {
+        let found = bus.lookup()?.find(event.id()).await?;
+        if !found
+            .iter()
+            .any(|record| record.event.tenant() == event.tenant())
+        {
+            unknown.push(event);
+        }
+    }
+    Ok(unknown)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id() -> EventId {
+        EventId::from_bytes([7; 16])
+    }
+
+    fn small(text: &str) -> (Output, EventId) {
+        (Output::of(&Json::parse(text).unwrap(), id()), id())
+    }
+
+    // conformance: workflow/job-inputs: a dependent task gets its input merged with dependencyOutputs
+    #[test]
+    fn outputs_are_merged_into_the_input_as_they_are() {
+        let own = Json::parse(r#"{"style":"modern","n":12345678901234567890123}"#).unwrap();
+        let outputs = [
+            ("task-A", small(r#"{"z":1.50}"#)),
+            ("task-B", small("null")),
+        ];
+        let merged = merged(&own, &outputs.into()).unwrap();
+        assert_eq!(
+            merged.get(),
+            r#"{"dependencyOutputs":{"task-A":{"z":1.50},"task-B":null},"n":12345678901234567890123,"style":"modern"}"#
+        );
+    }
+
+    #[test]
+    fn an_input_that_is_no_object_stays_beside_the_outputs() {
+        let merged = merged(&Json::parse("[1]").unwrap(), &[("a", small("2"))].into()).unwrap();
+        assert_eq!(merged.get(), r#"{"dependencyOutputs":{"a":2},"input":[1]}"#);
+    }
+
+    #[test]
+    fn large_outputs_travel_as_references() {
+        let text = |n: usize| format!("\"{}\"", "x".repeat(n));
+        let large = small(&text(MAX_OUTPUT));
+        let merged_one = merged(&Json::empty(), &[("a", large)].into()).unwrap();
+        let wanted = format!(
+            r#"{{"dependencyOutputs":{{"a":{{"$output":{{"taskId":"a","eventId":"{}"}}}}}}}}"#,
+            id()
+        );
+        assert_eq!(merged_one.get(), wanted);
+        // Many that are small one by one.
+        let names: Vec<String> = (0..20).map(|n| format!("t{n:02}")).collect();
+        let many = names
+            .iter()
+            .map(|name| (name.as_str(), small(&text(10_000))));
+        let merged_many = merged(&Json::empty(), &many.collect()).unwrap();
+        assert!(
+            merged_many.get().len() < MAX_OUTPUTS + 4096,
+            "{}",
+            merged_many.get().len()
+        );
+        assert!(merged_many.get().contains("$output"));
+    }
+}

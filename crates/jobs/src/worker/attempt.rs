@@ -1,0 +1,594 @@
+//! One attempt at one task: from the work message to the event that says how it ended.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, UNIX_EPOCH};
+
+use everbus::core::FailureKind;
+use everbus::{
+    Context, Event, EventBuilder, HandlerError, LeaseExtension, Message, Outcome, Timestamp, skip,
+};
+use serde_json::json;
+use tokio::time::Instant;
+
+use super::cancel::Cancellations;
+use super::child::{ChildCommand, ChildLimits, Ended, Running, StopSignal, Stopped};
+use super::classify::Classifier;
+use super::task::{Reports, Task, TaskError, TaskHandler};
+use super::{ATTEMPTS, TIMEOUT};
+use crate::events::{
+    ErrorCategory, FailureSource, Json, LastActivity, MemoryUsage, Signal, TaskCompleted,
+    TaskFailed, TaskHeartbeat, TaskProcessingFailed, TaskStarted, TaskTimeout, Usage,
+};
+use crate::{Emitter, Jobs, Origin, WorkItem};
+
+/// An event that was in flight at this many crashes of workers, the last time alone, is the cause of them.
+const CRASHES: usize = 3;
+/// The time limit of the bus lies beyond that of the task by this much: the worker ends the task itself.
+const MARGIN: Duration = Duration::from_secs(60);
+/// The metadata key of what is known about a child that has ended.
+pub(crate) const DETAILS: &str = "worker";
+
+/// What the attempts of a worker share.
+pub(super) struct Runner {
+    pub(super) jobs: Jobs,
+    pub(super) emitter_id: String,
+    pub(super) command: Option<Arc<ChildCommand>>,
+    pub(super) handlers: BTreeMap<String, TaskHandler>,
+    pub(super) any: Option<TaskHandler>,
+    pub(super) classifier: Classifier,
+    pub(super) heartbeat: Duration,
+    pub(super) timeout: Duration,
+    pub(super) finish: Duration,
+    pub(super) cancellations: Cancellations,
+}
+
+/// What runs: a child, or a function.
+enum Work {
+    Child(Running),
+    Function {
+        run: futures_util::future::BoxFuture<'static, Result<Json, TaskError>>,
+        reports: Arc<Reports>,
+        deadline: Instant,
+    },
+}
+
+/// How an attempt ended.
+enum End {
+    Completed {
+        output: Json,
+        usage: Option<Usage>,
+        exit_code: i32,
+    },
+    Failed {
+        category: ErrorCategory,
+        error: String,
+    },
+    TimedOut {
+        limit: Duration,
+        signal: Signal,
+    },
+    Cancelled,
+    LeaseLost,
+    GivenBack,
+}
+
+/// The end of an attempt with what is kept beside its event.
+struct Finished {
+    end: End,
+    elapsed: Duration,
+    details: Option<String>,
+}
+
+/// One attempt.
+struct Attempt<'a> {
+    runner: &'a Runner,
+    item: WorkItem,
+    emitter: Emitter,
+    context: &'a Context,
+    /// The limits of a child; the time limit is that of a function too.
+    limits: ChildLimits,
+    max_attempts: u32,
+}
+
+impl Runner {
+    /// Runs one attempt.
+    pub(super) async fn run(
+        &self,
+        message: &Message,
+        context: &Context,
+    ) -> Result<Outcome, HandlerError> {
+        let event = message.event();
+        let item = WorkItem::of(event)?;
+        let jobs = self.jobs.of(event);
+        let emitter = jobs.emitter(Origin::Worker).worker(&self.emitter_id);
+        if self
+            .cancellations
+            .is_cancelled(&jobs, &item, message.received_at())
+            .await?
+        {
+            return Err(skip("the task was cancelled"));
+        }
+        let attempt = Attempt {
+            runner: self,
+            item,
+            emitter,
+            context,
+            limits: self.limits(event),
+            max_attempts: number(event, ATTEMPTS).map_or(context.max_attempts(), |wanted| {
+                context
+                    .max_attempts()
+                    .min(u32::try_from(wanted).unwrap_or(u32::MAX))
+            }),
+        };
+        if let Some(crashes) = crashes(context) {
+            return Err(attempt.crashed(crashes));
+        }
+        attempt.run().await
+    }
+
+    /// The limits of an attempt: a work message may ask for less time.
+    fn limits(&self, event: &Event) -> ChildLimits {
+        let command = self.command.as_ref();
+        let mut limits = command.map_or_else(
+            || ChildLimits::default().timeout(self.timeout),
+            |command| command.child_limits(),
+        );
+        if let Some(wanted) = number(event, TIMEOUT) {
+            limits.timeout = limits.timeout.min(Duration::from_millis(wanted.max(1)));
+        }
+        limits
+    }
+}
+
+/// A number in the metadata of a work message.
+fn number(event: &Event, key: &str) -> Option<u64> {
+    event.metadata().get(key)?.parse().ok()
+}
+
+/// How often workers died with this task, if it must be the cause.
+fn crashes(context: &Context) -> Option<usize> {
+    let crashes = context.failures().iter();
+    let crashes: Vec<_> = crashes.filter(|f| f.kind == FailureKind::Crash).collect();
+    let alone = crashes.last().is_some_and(|crash| crash.alone);
+    (alone && crashes.len() >= CRASHES).then_some(crashes.len())
+}
+
+impl Attempt<'_> {
+    async fn run(&self) -> Result<Outcome, HandlerError> {
+        // From before the start, so that no extension and no loss is missed.
+        let mut extensions = self.context.extensions();
+        let started = Instant::now();
+        let mut work = match self.begin(started) {
+            Ok(work) => work,
+            Err(end) => {
+                return self.settle(Finished {
+                    end,
+                    elapsed: started.elapsed(),
+                    details: None,
+                });
+            }
+        };
+        let limit = self.limits.timeout.saturating_add(self.limits.grace);
+        self.context.extend(limit.saturating_add(MARGIN));
+        let lock = self.runner.jobs.now().plus(self.lease());
+        let bus = self.runner.jobs.bus();
+        bus.publish(self.started(&work, lock)).await?;
+        let mut cancelled =
+            std::pin::pin!(self.runner.cancellations.wait(&self.emitter, &self.item));
+        let mut shutdown = std::pin::pin!(async {
+            self.context.shutting_down().await;
+            tokio::time::sleep(self.runner.finish).await;
+        });
+        let mut beat = std::pin::pin!(futures_util::future::Fuse::terminated());
+        let mut number = 0;
+        let mut is_over = None::<Stopped>;
+        let finished = loop {
+            let going_on = is_over.is_none();
+            tokio::select! {
+                biased;
+                finished = work.ended(self, is_over, started) => break finished,
+                extension = extensions.next(), if going_on => match extension {
+                    Some(extension) => {
+                        number += 1;
+                        let heartbeat = self.heartbeat(&work, &extension, number, started);
+                        beat.set(futures_util::FutureExt::fuse(Box::pin(bus.publish(heartbeat).into_future())));
+                    }
+                    None => {
+                        work.stop(Stopped::LeaseLost, Duration::ZERO);
+                        is_over = Some(Stopped::LeaseLost);
+                    }
+                },
+                published = &mut beat, if going_on => if let Err(error) = published {
+                    // The lease is the lock; the next heartbeat may be heard again.
+                    tracing::warn!(target: "everbus::worker", %error, request_id = self.item.work.request_id, "a heartbeat was not published");
+                },
+                () = &mut cancelled, if going_on => {
+                    work.stop(Stopped::Cancelled, self.limits.grace);
+                    is_over = Some(Stopped::Cancelled);
+                }
+                () = &mut shutdown, if going_on => {
+                    work.stop(Stopped::Shutdown, self.limits.grace);
+                    is_over = Some(Stopped::Shutdown);
+                }
+            }
+        };
+        self.settle(finished)
+    }
+
+    fn lease(&self) -> Duration {
+        self.runner.heartbeat * super::HEARTBEATS_IN_LEASE
+    }
+
+    /// Starts the work, or says why it cannot be started.
+    fn begin(&self, started: Instant) -> Result<Work, End> {
+        let work = &self.item.work;
+        let handler = self.runner.handlers.get(&work.name);
+        let handler = handler.or_else(|| {
+            self.runner
+                .any
+                .as_ref()
+                .filter(|_| self.runner.command.is_none())
+        });
+        if let Some(handler) = handler {
+            let reports = Arc::new(Reports::default());
+            let task = Task {
+                request_id: work.request_id.clone(),
+                job_id: work.job_id.clone(),
+                name: work.name.clone(),
+                input: work.input.clone(),
+                attempt: self.context.attempt(),
+                reports: reports.clone(),
+            };
+            return Ok(Work::Function {
+                run: handler(task),
+                reports,
+                deadline: started + self.limits.timeout,
+            });
+        }
+        let Some(command) = &self.runner.command else {
+            let known: Vec<&str> = self.runner.handlers.keys().map(String::as_str).collect();
+            return Err(End::Failed {
+                // Another worker may know it.
+                category: ErrorCategory::ServerError,
+                error: format!(
+                    "this worker has no handler for {:?}; it has {}",
+                    work.name,
+                    known.join(", ")
+                ),
+            });
+        };
+        let variables = [
+            ("EVERBUS_REQUEST_ID", work.request_id.clone()),
+            ("EVERBUS_TASK_NAME", work.name.clone()),
+            ("EVERBUS_ATTEMPT", self.context.attempt().to_string()),
+            ("EVERBUS_TENANT", self.emitter.tenant().to_owned()),
+        ];
+        let job = work.job_id.clone().map(|job| ("EVERBUS_JOB_ID", job));
+        let input = work.input.get().as_bytes().to_vec();
+        match command.start_within(self.limits, variables.into_iter().chain(job), input) {
+            Ok(running) => Ok(Work::Child(running)),
+            Err(error) => Err(End::Failed {
+                category: cannot_start(&error),
+                error: format!("cannot start {:?}: {error}", command.program()),
+            }),
+        }
+    }
+
+    fn started(&self, work: &Work, lock: Timestamp) -> EventBuilder {
+        let of = &self.item.work;
+        self.item.event(
+            &self.emitter,
+            &TaskStarted {
+                request_id: of.request_id.clone(),
+                job_id: of.job_id.clone(),
+                effective_until: seconds(lock),
+                worker_id: self.runner.emitter_id.clone(),
+                process_id: work.pid(),
+            },
+        )
+    }
+
+    fn heartbeat(
+        &self,
+        work: &Work,
+        extension: &LeaseExtension,
+        number: u64,
+        started: Instant,
+    ) -> EventBuilder {
+        let (activity, rss) = work.observe();
+        self.item.event(
+            &self.emitter,
+            &TaskHeartbeat {
+                request_id: self.item.work.request_id.clone(),
+                effective_until: seconds(extension.until),
+                heartbeat_number: number,
+                elapsed_ms: millis(started.elapsed()),
+                worker_id: self.runner.emitter_id.clone(),
+                process_id: work.pid(),
+                memory_usage: (rss > 0).then_some(MemoryUsage { rss }),
+                last_activity: activity,
+            },
+        )
+    }
+
+    /// Turns the end of the attempt into what happens to the work message.
+    fn settle(&self, finished: Finished) -> Result<Outcome, HandlerError> {
+        let Finished {
+            end,
+            elapsed,
+            details,
+        } = finished;
+        let with_details = |event: EventBuilder| match &details {
+            Some(details) => event.meta(DETAILS, details.as_str()),
+            None => event,
+        };
+        let work = &self.item.work;
+        let (request_id, job_id) = (work.request_id.clone(), work.job_id.clone());
+        match end {
+            End::Completed {
+                output,
+                usage,
+                exit_code,
+            } => {
+                let completed = TaskCompleted {
+                    request_id,
+                    job_id,
+                    output,
+                    duration_ms: millis(elapsed),
+                    exit_code,
+                    usage,
+                };
+                let event = self.item.event(&self.emitter, &completed);
+                Outcome::default().publish(with_details(event))
+            }
+            End::TimedOut { limit, signal } => {
+                let timeout = TaskTimeout {
+                    request_id,
+                    job_id,
+                    timeout_ms: millis(limit),
+                    elapsed_ms: millis(elapsed),
+                    signal,
+                };
+                let event = self.item.event(&self.emitter, &timeout);
+                Outcome::default().publish(with_details(event))
+            }
+            End::Failed { category, error } if !category.is_retryable() => {
+                let event = self.failed(error, category, FailureSource::Worker);
+                Outcome::default().publish(with_details(event))
+            }
+            End::Failed { category, error } => {
+                let attempt = self.context.attempt();
+                let failed = TaskProcessingFailed {
+                    request_id,
+                    job_id,
+                    attempt_number: attempt,
+                    error: error.clone(),
+                    error_category: category,
+                };
+                let event = with_details(self.item.event(&self.emitter, &failed));
+                if attempt < self.max_attempts {
+                    return Err(HandlerError::new(error).with_event(event));
+                }
+                let last = self.failed(error.clone(), category, FailureSource::Dlq);
+                Err(HandlerError::permanent(error)
+                    .with_event(event)
+                    .with_event(with_details(last)))
+            }
+            End::Cancelled => Err(skip("the task was cancelled while it ran")),
+            End::LeaseLost => Err(HandlerError::new("the lease of the task was lost")),
+            End::GivenBack => Err(HandlerError::give_back("the worker stops")),
+        }
+    }
+
+    /// The task has ended the process of its worker too often.
+    fn crashed(&self, crashes: usize) -> HandlerError {
+        let error = format!("{crashes} workers died while they ran this task");
+        let event = self.failed(
+            error.clone(),
+            ErrorCategory::ServerError,
+            FailureSource::Dlq,
+        );
+        HandlerError::permanent(error).with_event(event)
+    }
+
+    fn failed(
+        &self,
+        error: String,
+        category: ErrorCategory,
+        source: FailureSource,
+    ) -> EventBuilder {
+        let work = &self.item.work;
+        self.item.event(
+            &self.emitter,
+            &TaskFailed {
+                request_id: work.request_id.clone(),
+                job_id: work.job_id.clone(),
+                error,
+                error_category: category,
+                retry_count: self.context.attempt(),
+                source,
+            },
+        )
+    }
+}
+
+impl Work {
+    fn pid(&self) -> u32 {
+        match self {
+            Self::Child(running) => running.pid(),
+            Self::Function { .. } => std::process::id(),
+        }
+    }
+
+    fn stop(&self, why: Stopped, grace: Duration) {
+        if let Self::Child(running) = self {
+            running.stop(why, grace);
+        }
+    }
+
+    fn observe(&self) -> (Option<LastActivity>, u64) {
+        let (activity, rss) = match self {
+            Self::Child(running) => (running.activity(), running.resident_memory()),
+            Self::Function { reports, .. } => (reports.activity.lock().clone(), 0),
+        };
+        let activity = activity.map(|(activity, at)| LastActivity {
+            kind: activity.kind,
+            step_name: activity.step_name,
+            timestamp: at.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+        });
+        (activity, rss)
+    }
+
+    /// Waits for the end. A function that was told to stop ends at its current await point.
+    async fn ended(
+        &mut self,
+        attempt: &Attempt<'_>,
+        stopped: Option<Stopped>,
+        started: Instant,
+    ) -> Finished {
+        let classifier = &attempt.runner.classifier;
+        match self {
+            Self::Child(running) => match running.ended().await {
+                Ok(ended) => of_child(ended, attempt, classifier),
+                Err(error) => Finished {
+                    end: End::Failed {
+                        category: ErrorCategory::ServerError,
+                        error: format!("the child was lost: {error}"),
+                    },
+                    elapsed: started.elapsed(),
+                    details: None,
+                },
+            },
+            Self::Function {
+                run,
+                reports,
+                deadline,
+            } => {
+                let end = if let Some(why) = stopped {
+                    of_stop(why)
+                } else {
+                    match tokio::time::timeout_at(*deadline, run).await {
+                        Ok(Ok(output)) => End::Completed {
+                            output,
+                            usage: reports.usage.lock().take(),
+                            exit_code: 0,
+                        },
+                        Ok(Err(error)) => End::Failed {
+                            category: error
+                                .category
+                                .filter(|category| *category != ErrorCategory::Cancelled)
+                                .unwrap_or_else(|| classifier.of_text(&error.message)),
+                            error: error.message,
+                        },
+                        Err(_) => End::TimedOut {
+                            limit: attempt.limits.timeout,
+                            signal: Signal::Term,
+                        },
+                    }
+                };
+                Finished {
+                    end,
+                    elapsed: started.elapsed(),
+                    details: None,
+                }
+            }
+        }
+    }
+}
+
+fn of_stop(why: Stopped) -> End {
+    match why {
+        Stopped::LeaseLost => End::LeaseLost,
+        Stopped::Cancelled => End::Cancelled,
+        _ => End::GivenBack,
+    }
+}
+
+/// What the end of a child means for its task.
+fn of_child(ended: Ended, attempt: &Attempt<'_>, classifier: &Classifier) -> Finished {
+    let limits = attempt.limits;
+    let details = details(&ended);
+    let elapsed = ended.elapsed;
+    let end = match ended.stopped {
+        Some((Stopped::Timeout, signal)) => End::TimedOut {
+            limit: limits.timeout,
+            signal: match signal {
+                StopSignal::Term => Signal::Term,
+                StopSignal::Kill => Signal::Kill,
+            },
+        },
+        Some((Stopped::TooMuchOutput, _)) => End::Failed {
+            category: ErrorCategory::Programming,
+            error: format!(
+                "the child wrote more than {} bytes to standard output",
+                limits.output
+            ),
+        },
+        Some((why, _)) => of_stop(why),
+        None if ended.exit.code() == Some(0) => match ended.output {
+            Ok(output) => End::Completed {
+                output,
+                usage: ended.usage,
+                exit_code: 0,
+            },
+            Err(error) => End::Failed {
+                category: ErrorCategory::Programming,
+                error,
+            },
+        },
+        None => {
+            let (category, mut error) = classifier.of_child(&ended);
+            // The kernel refuses memory; the child only knows that an allocation failed.
+            if let Some(limit) = limits.memory
+                && ended.peak_memory >= limit / 10 * 8
+            {
+                error.push_str(&format!(
+                    " (it may have needed more than its {limit} bytes of memory)"
+                ));
+            }
+            End::Failed { category, error }
+        }
+    };
+    Finished {
+        end,
+        elapsed,
+        details: Some(details),
+    }
+}
+
+/// What is kept beside the event: how the child ended, its memory, the end of its standard error.
+fn details(ended: &Ended) -> String {
+    let mut details = json!({ "exit": ended.exit.to_string() });
+    if let Some(code) = ended.exit.code() {
+        details["exitCode"] = json!(code);
+    }
+    if ended.peak_memory > 0 {
+        details["peakMemory"] = json!(ended.peak_memory);
+    }
+    if !ended.stderr.is_empty() {
+        details["stderr"] = json!(ended.stderr);
+    }
+    details.to_string()
+}
+
+/// A command that is not there will not be there for the next attempt; too many processes may be fewer then.
+fn cannot_start(error: &std::io::Error) -> ErrorCategory {
+    use std::io::ErrorKind;
+    match error.kind() {
+        ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::Unsupported => {
+            ErrorCategory::Programming
+        }
+        ErrorKind::InvalidInput | ErrorKind::ArgumentListTooLong => ErrorCategory::Validation,
+        _ => ErrorCategory::ServerError,
+    }
+}
+
+/// Whole seconds since 1970, rounded down: a lock must not be believed for longer than it holds.
+fn seconds(time: Timestamp) -> u64 {
+    u64::try_from(time.as_micros() / 1_000_000).unwrap_or(0)
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,155 @@
+//! The end of a process: waiting for it without reaping it, so that its process group can still be killed safely.
+
+use std::fmt;
+use std::io;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ExitStatus};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// By itself, with this code.
+    Code(i32),
+    /// By this signal.
+    Signal(i32),
+}
+
+impl Exit {
+    /// The exit code, if it ended by itself.
+    pub fn code(self) -> Option<i32> {
+        match self {
+            Self::Code(code) => Some(code),
+            Self::Signal(_) => None,
+        }
+    }
+}
+
+impl From<ExitStatus> for Exit {
+    fn from(status: ExitStatus) -> Self {
+        match status.signal() {
+            Some(signal) => Self::Signal(signal),
+            None => Self::Code(status.code().unwrap_or(-1)),
+        }
+    }
+}
+
+impl fmt::Display for Exit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Code(code) => write!(f, "exit code {code}"),
+            Self::Signal(signal) => match signal_name(*signal) {
+                Some(name) => f.write_str(name),
+                None => write!(f, "signal {signal}"),
+            },
+        }
+    }
+}
+
+/// The names of the signals that end processes.
+fn signal_name(signal: i32) -> Option<&'static str> {
+    let known = [
+        (Signal::HUP, "SIGHUP"),
+        (Signal::INT, "SIGINT"),
+        (Signal::QUIT, "SIGQUIT"),
+        (Signal::ILL, "SIGILL"),
+        (Signal::ABORT, "SIGABRT"),
+        (Signal::BUS, "SIGBUS"),
+        (Signal::FPE, "SIGFPE"),
+        (Signal::KILL, "SIGKILL"),
+        (Signal::SEGV, "SIGSEGV"),
+        (Signal::PIPE, "SIGPIPE"),
+        (Signal::ALARM, "SIGALRM"),
+        (Signal::TERM, "SIGTERM"),
+        (Signal::XCPU, "SIGXCPU"),
+        (Signal::XFSZ, "SIGXFSZ"),
+        (Signal::SYS, "SIGSYS"),
+    ];
+    let found = known.iter().find(|(known, _)| known.as_raw() == signal);
+    found.map(|(_, name)| *name)
+}
+
+/// A started process that has not been reaped: its id cannot belong to another process meanwhile.
+pub(super) struct Process {
+    child: Child,
+    pid: Pid,
+    reaped: bool,
+    #[cfg(target_os = "linux")]
+    ended: tokio::io::unix::AsyncFd<rustix::fd::OwnedFd>,
+}
+
+impl Process {
+    pub(super) fn new(child: Child) -> io::Result<Self> {
+        let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+        let pid = pid.ok_or_else(|| io::Error::other("a child without a process id"))?;
+        #[cfg(target_os = "linux")]
+        let ended = {
+            use rustix::process::{PidfdFlags, pidfd_open};
+            let fd = pidfd_open(pid, PidfdFlags::NONBLOCK)?;
+            // Deprecated for types that may change their descriptor; an `OwnedFd` keeps it, and the function in
+            // its place is unsafe.
+            #[allow(deprecated)]
+            tokio::io::unix::AsyncFd::with_interest(fd, tokio::io::Interest::READABLE)?
+        };
+        Ok(Self {
+            child,
+            pid,
+            reaped: false,
+            #[cfg(target_os = "linux")]
+            ended,
+        })
+    }
+
+    pub(super) fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Waits until the process has ended. It is not reaped. Dropping the future loses nothing.
+    #[cfg(target_os = "linux")]
+    pub(super) async fn ended(&self) -> io::Result<()> {
+        // A file descriptor of a process is readable once the process has ended, and stays so.
+        self.ended.readable().await.map(drop)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(super) async fn ended(&self) -> io::Result<()> {
+        use rustix::process::{WaitId, WaitIdOptions, waitid};
+        let pid = self.pid;
+        let wait = move || {
+            waitid(
+                WaitId::Pid(pid),
+                WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
+            )
+        };
+        let waited = tokio::task::spawn_blocking(wait).await;
+        waited
+            .map_err(io::Error::other)?
+            .map_err(io::Error::from)
+            .map(drop)
+    }
+
+    /// Signals every process of the group.
+    pub(super) fn signal(&self, signal: Signal) {
+        // The group may have ended in this moment.
+        let _ = kill_process_group(self.pid, signal);
+    }
+
+    /// Kills what is left of the group and reaps the process. Only after [`ended`](Self::ended), or it blocks.
+    pub(super) fn reap(&mut self) -> io::Result<Exit> {
+        // Before the process is reaped: afterwards its id may belong to another group.
+        self.signal(Signal::KILL);
+        self.reaped = true;
+        self.child.wait().map(Exit::from)
+    }
+}
+
+impl Drop for Process {
+    /// The supervision ended early, for example because the runtime ends.
+    fn drop(&mut self) {
+        if !self.reaped {
+            // SIGKILL cannot be ignored, so this waits for a moment only.
+            let _ = self.reap();
+        }
+    }
+}

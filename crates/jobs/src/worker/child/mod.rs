@@ -1,0 +1,221 @@
+//! One child process, from its start to its end: a process group of its own, a cleared environment, limits, and a
+//! kill that reaches every process of the group.
+//!
+//! The rules that a child follows are in the book, in the chapter on workers:
+//!
+//! - Standard input has the input of the task as JSON, and then ends.
+//! - A line on standard output that begins with `{"everbus":` is a report; see [`Report`](report::Report).
+//! - The last other line of standard output is the output of the task, as JSON.
+//! - Exit code 0 means that the task is completed.
+
+mod collect;
+mod exit;
+pub(crate) mod report;
+mod status;
+mod supervise;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+pub use collect::OutputKind;
+pub use exit::Exit;
+pub use report::{Report, ReportedActivity, ReportedError};
+pub use supervise::{Ended, Running, StopSignal, Stopped};
+
+/// The variables that a child gets from the environment of the worker, unless set otherwise.
+pub const ALLOWED: [&str; 8] = [
+    "HOME", "LANG", "LC_ALL", "LC_CTYPE", "PATH", "TMPDIR", "TZ", "USER",
+];
+
+/// The limits of a child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ChildLimits {
+    /// How long it may run (200,000 ms).
+    pub timeout: Duration,
+    /// How long it has to end by itself after SIGTERM, before SIGKILL (5 s).
+    pub grace: Duration,
+    /// How many bytes it may write to standard output, reports included (16 MiB). A child that writes more is
+    /// killed.
+    pub output: usize,
+    /// How many of the last bytes of standard error are kept (4 KiB). A child may write any number of them.
+    pub stderr_tail: usize,
+    /// How much memory each of its processes may allocate, in bytes: the data limit of the kernel. Linux only;
+    /// elsewhere a child with this limit is not started.
+    pub memory: Option<u64>,
+}
+
+impl Default for ChildLimits {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_millis(200_000),
+            grace: Duration::from_secs(5),
+            output: 16 * 1024 * 1024,
+            stderr_tail: 4 * 1024,
+            memory: None,
+        }
+    }
+}
+
+impl ChildLimits {
+    /// Sets how long a child may run.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Sets how long a child has to end by itself after SIGTERM.
+    #[must_use]
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.grace = grace;
+        self
+    }
+
+    /// Sets how many bytes a child may write to standard output.
+    #[must_use]
+    pub fn output(mut self, bytes: usize) -> Self {
+        self.output = bytes;
+        self
+    }
+
+    /// Sets how many of the last bytes of standard error are kept.
+    #[must_use]
+    pub fn stderr_tail(mut self, bytes: usize) -> Self {
+        self.stderr_tail = bytes;
+        self
+    }
+
+    /// Sets how much memory each process of a child may allocate.
+    #[must_use]
+    pub fn memory(mut self, bytes: u64) -> Self {
+        self.memory = Some(bytes);
+        self
+    }
+}
+
+/// A command that runs one task per process. No shell is involved: the arguments reach the program as they are.
+#[derive(Clone, Debug)]
+pub struct ChildCommand {
+    program: OsString,
+    args: Vec<OsString>,
+    directory: Option<PathBuf>,
+    allowed: BTreeSet<String>,
+    set: BTreeMap<String, String>,
+    limits: ChildLimits,
+    output: OutputKind,
+}
+
+impl ChildCommand {
+    /// A program without arguments.
+    pub fn new(program: impl Into<OsString>) -> Self {
+        Self {
+            program: program.into(),
+            args: Vec::new(),
+            directory: None,
+            allowed: ALLOWED.into_iter().map(str::to_owned).collect(),
+            set: BTreeMap::new(),
+            limits: ChildLimits::default(),
+            output: OutputKind::default(),
+        }
+    }
+
+    /// Adds arguments.
+    #[must_use]
+    pub fn args<A: Into<OsString>>(mut self, args: impl IntoIterator<Item = A>) -> Self {
+        self.args.extend(args.into_iter().map(Into::into));
+        self
+    }
+
+    /// The directory that the child starts in; by default that of the worker.
+    #[must_use]
+    pub fn directory(mut self, directory: impl Into<PathBuf>) -> Self {
+        self.directory = Some(directory.into());
+        self
+    }
+
+    /// Passes a variable of the worker's environment on, in addition to [`ALLOWED`].
+    #[must_use]
+    pub fn allow_env(mut self, name: impl Into<String>) -> Self {
+        self.allowed.insert(name.into());
+        self
+    }
+
+    /// Sets a variable.
+    #[must_use]
+    pub fn env(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.set.insert(name.into(), value.into());
+        self
+    }
+
+    /// Sets the limits.
+    #[must_use]
+    pub fn limits(mut self, limits: ChildLimits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// How the output of the task is read from standard output.
+    #[must_use]
+    pub fn output(mut self, output: OutputKind) -> Self {
+        self.output = output;
+        self
+    }
+
+    /// The limits of the children of this command.
+    pub fn child_limits(&self) -> ChildLimits {
+        self.limits
+    }
+
+    /// How the output of the task is read.
+    pub fn output_kind(&self) -> OutputKind {
+        self.output
+    }
+
+    /// The program.
+    pub fn program(&self) -> &OsStr {
+        &self.program
+    }
+
+    /// Starts a child with this input. The variables come on top of the others.
+    ///
+    /// Must be called inside a tokio runtime. The child is killed if the returned handle is dropped.
+    pub fn start<'a>(
+        &self,
+        variables: impl IntoIterator<Item = (&'a str, String)>,
+        input: Vec<u8>,
+    ) -> std::io::Result<Running> {
+        self.start_within(self.limits, variables, input)
+    }
+
+    /// As [`start`](Self::start), with other limits.
+    pub(crate) fn start_within<'a>(
+        &self,
+        limits: ChildLimits,
+        variables: impl IntoIterator<Item = (&'a str, String)>,
+        input: Vec<u8>,
+    ) -> std::io::Result<Running> {
+        let mut command = Command::new(&self.program);
+        command
+            .args(&self.args)
+            .env_clear()
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        for name in &self.allowed {
+            if let Some(value) = std::env::var_os(name) {
+                command.env(name, value);
+            }
+        }
+        command.envs(&self.set).envs(variables);
+        if let Some(directory) = &self.directory {
+            command.current_dir(directory);
+        }
+        // A group of its own, so that a kill reaches everything that the child starts.
+        std::os::unix::process::CommandExt::process_group(&mut command, 0);
+        Running::start(&mut command, limits, self.output, input)
+    }
+}

@@ -1,0 +1,246 @@
+//! Takes tasks from the bus and runs them: each in a child process, or with a function in this process.
+//!
+//! ```text
+//!                    ┌ Task Processing Started ┐          ┌ exit code 0: Task Completed, with the ack
+//!  task.work ─▶ start a child                  ├─▶ ended ─┤ another attempt: Task Processing Failed, with the retry
+//!                    └ Task Heartbeat, …       ┘          └ no other attempt: Task Failed or Task Timeout, with the ack
+//! ```
+//!
+//! - The lease of the work message is the lock of the task. Each extension of the lease is a heartbeat. A worker that
+//!   loses the lease kills the child.
+//! - The event that ends a task is appended in one step with the ack of its work message.
+//! - A task whose attempts are used up becomes a dead letter, with `Task Failed` of the source `dlq`.
+
+mod attempt;
+mod cancel;
+pub mod child;
+pub mod classify;
+mod dead;
+mod task;
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus::{Code, Context, Error, Message, Result, RetryPolicy, StartFrom};
+use serde::Serialize;
+
+use crate::{Jobs, WORK, WORKERS};
+use child::ChildCommand;
+use classify::Classifier;
+use task::TaskHandler;
+pub use task::{Task, TaskError};
+
+/// The group that turns dead letters of workers into `Task Failed`.
+pub const DEAD_WORK: &str = "tasks.dead-work";
+
+/// The time between two heartbeats, unless set.
+pub const HEARTBEAT: Duration = Duration::from_secs(20);
+
+/// The metadata key of a work message with the time limit of its attempts in milliseconds, if it is shorter than that
+/// of the worker.
+pub const TIMEOUT: &str = "timeout_ms";
+/// The metadata key of a work message with the number of its attempts, if it is smaller than that of the worker.
+pub const ATTEMPTS: &str = "max_attempts";
+
+/// A lease lasts this many heartbeats: the extension is two of them, and a half more is allowed for.
+const HEARTBEATS_IN_LEASE: u32 = 3;
+
+/// How long running tasks have to end after a shutdown began, before they are stopped and given back.
+const FINISH: Duration = Duration::from_secs(20);
+
+/// A worker in the making. [`mount`](Self::mount) subscribes it to the work of the bus.
+///
+/// ```
+/// use everbus::Bus;
+/// use everbus_jobs::{Jobs, Worker};
+/// use serde_json::{Value, json};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> everbus::Result<()> {
+/// let bus = Bus::open("memory:").await?;
+/// Worker::new(Jobs::new(bus.clone())?)
+///     .handler("greet", async |task: everbus_jobs::Task| {
+///         let name: String = task.read::<Value>()?["name"].to_string();
+///         Ok(json!({ "greeting": format!("hello {name}") }))
+///     })
+///     .mount()
+///     .await?;
+/// bus.start().await?;
+/// # Ok(())
+/// # }
+/// ```
+#[must_use = "a worker takes tasks once it is mounted"]
+pub struct Worker {
+    jobs: Jobs,
+    id: String,
+    command: Option<Arc<ChildCommand>>,
+    handlers: BTreeMap<String, TaskHandler>,
+    any: Option<TaskHandler>,
+    classifier: Classifier,
+    concurrency: usize,
+    heartbeat: Duration,
+    timeout: Duration,
+    finish: Duration,
+    retry: Option<RetryPolicy>,
+}
+
+impl Worker {
+    /// A worker without anything to run.
+    pub fn new(jobs: Jobs) -> Self {
+        Self {
+            jobs,
+            id: default_id(),
+            command: None,
+            handlers: BTreeMap::new(),
+            any: None,
+            classifier: Classifier::default(),
+            concurrency: std::thread::available_parallelism().map_or(2, usize::from),
+            heartbeat: HEARTBEAT,
+            timeout: child::ChildLimits::default().timeout,
+            finish: FINISH,
+            retry: None,
+        }
+    }
+
+    /// Its name in the events (`worker-` and the process id).
+    pub fn id(mut self, id: impl Into<String>) -> Self {
+        self.id = id.into();
+        self
+    }
+
+    /// Runs tasks as child processes of this command: those whose name has no handler.
+    pub fn command(mut self, command: ChildCommand) -> Self {
+        self.command = Some(Arc::new(command));
+        self
+    }
+
+    /// Runs tasks of this name with a function in this process.
+    pub fn handler<F, R, T>(mut self, name: impl Into<String>, function: F) -> Self
+    where
+        F: Fn(Task) -> R + Send + Sync + 'static,
+        R: Future<Output = std::result::Result<T, TaskError>> + Send + 'static,
+        T: Serialize + 'static,
+    {
+        self.handlers.insert(name.into(), task::handler(function));
+        self
+    }
+
+    /// Runs tasks of every name that has no handler with a function in this process.
+    pub fn any<F, R, T>(mut self, function: F) -> Self
+    where
+        F: Fn(Task) -> R + Send + Sync + 'static,
+        R: Future<Output = std::result::Result<T, TaskError>> + Send + 'static,
+        T: Serialize + 'static,
+    {
+        self.any = Some(task::handler(function));
+        self
+    }
+
+    /// How failures are classified.
+    pub fn classifier(mut self, classifier: Classifier) -> Self {
+        self.classifier = classifier;
+        self
+    }
+
+    /// How many tasks run at once (the number of processors).
+    pub fn concurrency(mut self, tasks: usize) -> Self {
+        self.concurrency = tasks;
+        self
+    }
+
+    /// The time between two heartbeats (20 s). The lock of a task lasts three of them.
+    pub fn heartbeat(mut self, heartbeat: Duration) -> Self {
+        self.heartbeat = heartbeat;
+        self
+    }
+
+    /// How long a handler in this process may run (200,000 ms). The limits of a command are its own.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How long running tasks have to end after the shutdown of the bus began (20 s). Then they are stopped and
+    /// given back, without an attempt counted. The shutdown itself must last longer, by the grace of the children.
+    pub fn finish_within(mut self, time: Duration) -> Self {
+        self.finish = time;
+        self
+    }
+
+    /// How often and when failed tasks are tried again; by default as the bus does it: four attempts.
+    pub fn retry(mut self, policy: RetryPolicy) -> Self {
+        self.retry = Some(policy);
+        self
+    }
+
+    /// Subscribes the worker. It runs tasks once the bus is started.
+    pub async fn mount(self) -> Result<()> {
+        if self.command.is_none() && self.any.is_none() && self.handlers.is_empty() {
+            return Err(
+                Error::new(Code::InvalidSetting, "a worker without anything to run")
+                    .hint("give it a command or a handler"),
+            );
+        }
+        if self.heartbeat < Duration::from_millis(100) {
+            let what = format!("a heartbeat every {:?}", self.heartbeat);
+            return Err(Error::new(Code::InvalidSetting, what).hint("at least every 100 ms"));
+        }
+        let bus = self.jobs.bus().clone();
+        let lease = self.heartbeat * HEARTBEATS_IN_LEASE;
+        let (concurrency, retry) = (self.concurrency, self.retry);
+        dead::mount(&self.jobs).await?;
+        let cancellations = cancel::Cancellations::watch(&self.jobs).await?;
+        let runner = Arc::new(attempt::Runner {
+            emitter_id: self.id,
+            jobs: self.jobs,
+            command: self.command,
+            handlers: self.handlers,
+            any: self.any,
+            classifier: self.classifier,
+            heartbeat: self.heartbeat,
+            timeout: self.timeout,
+            finish: self.finish,
+            cancellations,
+        });
+        let mut subscription = bus
+            .subscribe(WORK)
+            .group(WORKERS)
+            .name("worker")
+            .start_from(StartFrom::First)
+            .concurrency(concurrency)
+            // Work that waits here cannot be taken by another worker.
+            .prefetch(concurrency)
+            .lease(lease)
+            .timeout(lease);
+        if let Some(policy) = retry {
+            subscription = subscription.retry(policy);
+        }
+        let run = move |message: Message, context: Context| {
+            let runner = runner.clone();
+            async move { runner.run(&message, &context).await }
+        };
+        subscription.handler(run).await?;
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Worker")
+            .field("id", &self.id)
+            .field("command", &self.command)
+            .field("handlers", &self.handlers.keys())
+            .field("concurrency", &self.concurrency)
+            .field("heartbeat", &self.heartbeat)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The name of a worker that has none: the host would be the same for all workers of a machine.
+fn default_id() -> String {
+    let host = rustix::system::uname();
+    let host = host.nodename().to_string_lossy();
+    let host: String = host.chars().take(100).collect();
+    format!("worker-{host}-{}", std::process::id())
+}

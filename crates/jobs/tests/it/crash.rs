@@ -1,0 +1,313 @@
+//! Kills dispatcher, worker and producer during random jobs on one file, and compares the end with a model.
+//!
+//! A short run is a part of every test run. `EVERBUS_JOBS_CAMPAIGN=200 cargo test -p everbus-jobs --test it crash --
+//! --nocapture` runs 200 jobs. `EVERBUS_SEED` repeats one.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use everbus::{Bus, Message, StartFrom, TypedEvent};
+use everbus_jobs::events::{
+    JobCompleted, TaskCompleted, TaskPending, TaskSpec, TaskState, TaskStatuses, Work,
+};
+use everbus_jobs::{Dispatcher, JobState, Jobs, WORK, WORKERS, WorkItem};
+use serde_json::json;
+
+use crate::support::{answer, events_of, job, task_with};
+
+/// A small generator, the same everywhere.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+}
+
+/// A random graph; one task in twelve fails.
+fn random_job(seed: u64, number: u64) -> (String, Vec<TaskSpec>) {
+    let mut random = Random(seed ^ number.wrapping_mul(0x5851_f42d_4c95_7f2d));
+    let id = format!("job-{number}");
+    let total = 1 + random.below(12);
+    let mut tasks = Vec::new();
+    for n in 0..total {
+        let parents = (0..random.below(4))
+            .filter(|_| n > 0)
+            .map(|_| random.below(n.max(1)));
+        let mut parents: Vec<String> = parents.map(|p| format!("{id}.{p}")).collect();
+        parents.sort();
+        parents.dedup();
+        let parents: Vec<&str> = parents.iter().map(String::as_str).collect();
+        let fails = random.below(12) == 0;
+        tasks.push(task_with(
+            &format!("{id}.{n}"),
+            &parents,
+            &json!({ "fail": fails }),
+        ));
+    }
+    (id, tasks)
+}
+
+/// What a job must come to.
+fn model(tasks: &[TaskSpec]) -> TaskStatuses {
+    let mut states = TaskStatuses::new();
+    // Parents come first in these graphs.
+    for task in tasks {
+        let completed = |parent: &String| states[parent] == Some(TaskState::Completed);
+        let state = if !task.depends_on.iter().all(completed) {
+            None
+        } else if task.input.get().contains("true") {
+            Some(TaskState::Failed)
+        } else {
+            Some(TaskState::Completed)
+        };
+        states.insert(task.task_id.clone(), state);
+    }
+    states
+}
+
+async fn open(directory: &Path) -> Jobs {
+    let url = format!("sqlite:{}", directory.join("events.db").display());
+    Jobs::new(Bus::open(url).await.unwrap()).unwrap()
+}
+
+/// One of the processes that are killed. It is no test by itself.
+#[tokio::test(flavor = "multi_thread")]
+#[ignore = "a process of the crash harness"]
+async fn crash_process() {
+    let Ok(role) = std::env::var("EVERBUS_JOBS_ROLE") else {
+        return;
+    };
+    let directory = PathBuf::from(std::env::var("EVERBUS_JOBS_DIR").unwrap());
+    let number = |name: &str| std::env::var(name).unwrap().parse::<u64>().unwrap();
+    let jobs = open(&directory).await;
+    match role.as_str() {
+        "producer" => {
+            let (seed, count) = (number("EVERBUS_JOBS_SEED"), number("EVERBUS_JOBS_COUNT"));
+            for n in 0..count {
+                let (id, tasks) = random_job(seed, n);
+                jobs.submit_job(job(&id, tasks)).await.unwrap();
+            }
+            jobs.bus().shutdown().await.unwrap();
+        }
+        "dispatcher" => {
+            Dispatcher::subscribe(&jobs).await.unwrap();
+            jobs.bus().start().await.unwrap();
+            std::future::pending::<()>().await;
+        }
+        _ => {
+            let ran = directory.join("ran");
+            let jobs_of = jobs.clone();
+            jobs.bus()
+                .subscribe(WORK)
+                .group(WORKERS)
+                .start_from(StartFrom::First)
+                .retry_with(|policy| policy.max_retries(10_000))
+                .handler(move |message: Message| {
+                    let (jobs, ran) = (jobs_of.clone(), ran.clone());
+                    async move {
+                        let outcome = answer(&jobs, &message).await?;
+                        let item = WorkItem::of(message.event())?;
+                        tokio::time::sleep(Duration::from_millis(1)).await;
+                        // A run to its end, whether or not it is acknowledged.
+                        let mut file = std::fs::File::options()
+                            .create(true)
+                            .append(true)
+                            .open(ran)?;
+                        writeln!(file, "{}", item.work.request_id)?;
+                        Ok::<_, everbus::HandlerError>(outcome)
+                    }
+                })
+                .await
+                .unwrap();
+            jobs.bus().start().await.unwrap();
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+struct Process {
+    role: &'static str,
+    child: Child,
+}
+
+fn start(role: &'static str, directory: &Path, seed: u64, count: u64) -> Process {
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--ignored",
+            "--exact",
+            "crash::crash_process",
+            "--nocapture",
+        ])
+        .env("EVERBUS_JOBS_ROLE", role)
+        .env("EVERBUS_JOBS_DIR", directory)
+        .env("EVERBUS_JOBS_SEED", seed.to_string())
+        .env("EVERBUS_JOBS_COUNT", count.to_string())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    Process { role, child }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+// conformance: workflow/job-events: dispatcher, worker and producer are killed during random jobs; each job ends as a model says, no task is lost or started twice
+// conformance: workflow/job-ids: a restarted dispatcher repeats its ids, so that nothing is started twice
+#[tokio::test(flavor = "multi_thread")]
+async fn killed_dispatchers_workers_and_producers_lose_and_double_nothing() {
+    let env = |name: &str| {
+        std::env::var(name)
+            .ok()
+            .and_then(|text| text.parse::<u64>().ok())
+    };
+    let count = env("EVERBUS_JOBS_CAMPAIGN").unwrap_or(12);
+    let seed = env("EVERBUS_SEED").unwrap_or_else(|| {
+        let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        now.unwrap().as_micros() as u64
+    });
+    println!("EVERBUS_SEED={seed}");
+    let mut random = Random(seed);
+    let directory = tempfile::tempdir().unwrap();
+    let jobs = open(directory.path()).await;
+    let go = |role| start(role, directory.path(), seed, count);
+    let mut processes = vec![
+        go("producer"),
+        go("dispatcher"),
+        go("worker"),
+        go("worker"),
+        go("dispatcher"),
+    ];
+    let mut kills = BTreeMap::from([("producer", 0), ("dispatcher", 0), ("worker", 0)]);
+    let begin = Instant::now();
+    // Kills go on for a while and then stop, so that the end is reached on any machine.
+    let killing = Duration::from_secs(10 + count / 4);
+    loop {
+        let pause = 50 + random.below(400);
+        tokio::time::sleep(Duration::from_millis(pause)).await;
+        let all = jobs
+            .jobs(usize::try_from(count).unwrap() + 1)
+            .await
+            .unwrap();
+        let producer = processes
+            .iter_mut()
+            .find(|process| process.role == "producer")
+            .unwrap();
+        let submitted = producer
+            .child
+            .try_wait()
+            .unwrap()
+            .is_some_and(|status| status.success());
+        let mut open = 0;
+        for row in &all {
+            open += usize::from(jobs.job(&row.job_id).await.unwrap().state == JobState::Running);
+        }
+        if submitted && all.len() as u64 == count && open == 0 {
+            break;
+        }
+        assert!(
+            begin.elapsed() < Duration::from_secs(600),
+            "seed {seed}: {open} of {} jobs have not ended",
+            all.len()
+        );
+        if begin.elapsed() > killing {
+            // Only what has ended by itself is started again.
+            for process in &mut processes {
+                let ended = process.child.try_wait().unwrap();
+                if ended.is_some_and(|status| !(status.success() && process.role == "producer")) {
+                    *process = start(process.role, directory.path(), seed, count);
+                }
+            }
+            continue;
+        }
+        let victim = usize::try_from(random.below(processes.len() as u64)).unwrap();
+        let role = processes[victim].role;
+        if role == "producer" && submitted {
+            continue;
+        }
+        *kills.get_mut(role).unwrap() += 1;
+        processes[victim] = start(role, directory.path(), seed, count);
+    }
+    // Events that were in flight when the last job ended.
+    let completed = |n| jobs_completed(seed, n);
+    let wanted = (0..count).filter(|n| completed(*n)).count();
+    crate::support::until("every end is told", async || {
+        events_of::<JobCompleted>(&jobs).await.len() >= wanted
+    })
+    .await;
+    drop(processes);
+
+    let mut started: BTreeMap<String, usize> = BTreeMap::new();
+    for record in events_of::<TaskPending>(&jobs).await {
+        let pending: TaskPending = record.event.json().unwrap();
+        *started.entry(pending.request_id).or_default() += 1;
+    }
+    let mut finished: BTreeMap<String, usize> = BTreeMap::new();
+    for record in events_of::<TaskCompleted>(&jobs).await {
+        let done: TaskCompleted = record.event.json().unwrap();
+        *finished.entry(done.request_id).or_default() += 1;
+    }
+    let mut total = 0;
+    for n in 0..count {
+        let (id, tasks) = random_job(seed, n);
+        let model = model(&tasks);
+        total += tasks.len();
+        let status = jobs.job(&id).await.unwrap();
+        assert_eq!(status.task_statuses, model, "seed {seed}, {id}");
+        for (task, state) in &model {
+            let starts = started.get(task).copied().unwrap_or(0);
+            assert_eq!(
+                starts,
+                usize::from(state.is_some()),
+                "seed {seed}: starts of {task}"
+            );
+            let ends = finished.get(task).copied().unwrap_or(0);
+            let once = usize::from(*state == Some(TaskState::Completed));
+            assert_eq!(ends, once, "seed {seed}: completions of {task}");
+        }
+    }
+    assert_eq!(
+        events_of::<JobCompleted>(&jobs).await.len(),
+        wanted,
+        "seed {seed}"
+    );
+    assert_eq!(
+        events_of::<Work>(&jobs).await.len(),
+        events_of::<TaskPending>(&jobs).await.len()
+    );
+    let ran = std::fs::read_to_string(directory.path().join("ran")).unwrap_or_default();
+    let mut runs: BTreeMap<&str, usize> = BTreeMap::new();
+    for line in ran.lines() {
+        *runs.entry(line).or_default() += 1;
+    }
+    let again: usize = runs.values().map(|n| n - 1).sum();
+    println!(
+        "{count} jobs, {total} tasks, kills {kills:?}, {again} runs repeated because their worker was killed, {:?}",
+        begin.elapsed()
+    );
+    assert_eq!(Work::TYPE, WORK);
+    jobs.bus().shutdown().await.unwrap();
+}
+
+fn jobs_completed(seed: u64, n: u64) -> bool {
+    let (_, tasks) = random_job(seed, n);
+    model(&tasks)
+        .values()
+        .all(|state| *state == Some(TaskState::Completed))
+}

@@ -1,0 +1,20 @@
+//! Tests of tasks and jobs.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "this is test code: a surprise is a failed test"
+)]
+
+mod alerts;
+mod crash;
+mod dispatching;
+mod golden;
+mod health;
+mod keeping;
+mod producing;
+mod schedule;
+mod states;
+mod support;
+mod worker;

@@ -1,0 +1,189 @@
+//! The state of tasks and jobs, and the index that lists them.
+
+use std::time::Duration;
+
+use everbus::{Bus, ManualClock, Timestamp};
+use everbus_jobs::events::{Json, TaskState, TaskTimeout};
+use everbus_jobs::{Index, Jobs, NewTask, Origin, TaskFilter};
+use serde_json::json;
+
+use crate::support::{File, ended, job, memory, running, task, task_with, until};
+
+// conformance: workflow/state-derived: an index that was thrown away is built again from the events, and is the same
+// conformance: workflow/state-current: the tasks that are in a state now, each by its latest event
+#[tokio::test(flavor = "multi_thread")]
+async fn the_index_can_be_thrown_away() {
+    let file = File::new();
+    let jobs = file.open().await;
+    running(&jobs).await;
+    jobs.submit_job(job(
+        "j",
+        vec![
+            task("a", &[]),
+            task_with("b", &["a"], &json!({"fail": 1})),
+            task("c", &["b"]),
+        ],
+    ))
+    .await
+    .unwrap();
+    ended(&jobs, "j").await;
+    jobs.resume("j").await.unwrap();
+    ended(&jobs, "j").await;
+    let later = jobs.now().plus(Duration::from_secs(3600));
+    let waiting = NewTask::new("x", Json::empty()).id("waiting");
+    jobs.submit(NewTask {
+        at: Some(later),
+        ..waiting
+    })
+    .await
+    .unwrap();
+    // A task that timed out, by another sender without run numbers.
+    jobs.submit(NewTask {
+        at: Some(later),
+        ..NewTask::new("x", Json::empty()).id("slow")
+    })
+    .await
+    .unwrap();
+    let timeout: TaskTimeout = serde_json::from_value(json!({
+        "requestId": "slow", "timeoutMs": 5, "elapsedMs": 6, "signal": "SIGKILL"
+    }))
+    .unwrap();
+    jobs.bus()
+        .publish(jobs.emitter(Origin::Worker).event(&timeout))
+        .await
+        .unwrap();
+    let listed = async |jobs: &Jobs, state| {
+        let filter = TaskFilter {
+            state: Some(state),
+            ..TaskFilter::default()
+        };
+        let tasks = jobs.tasks(&filter).await.unwrap();
+        let mut ids: Vec<String> = tasks.into_iter().map(|task| task.request_id).collect();
+        ids.sort();
+        ids
+    };
+    assert_eq!(listed(&jobs, TaskState::Pending).await, ["waiting"]);
+    assert_eq!(listed(&jobs, TaskState::Failed).await, ["slow"]);
+    assert_eq!(listed(&jobs, TaskState::Completed).await, ["a", "b", "c"]);
+    jobs.bus().shutdown().await.unwrap();
+
+    let path = file.dir.path().join("index.db");
+    let build = async || {
+        let url = format!("sqlite:{}", file.dir.path().join("events.db").display());
+        let bus = Bus::open(url).await.unwrap();
+        let jobs = Jobs::builder().index(&path).open(bus).unwrap();
+        jobs.task_counts().await.unwrap();
+        let dump = jobs.index().dump().unwrap();
+        jobs.bus().shutdown().await.unwrap();
+        dump
+    };
+    let first = build().await;
+    assert!(first.len() >= 6, "{first:#?}");
+    assert_eq!(build().await, first, "opened again");
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(build().await, first, "built again");
+    std::fs::write(
+        &path,
+        "this is not a database, and longer than its header would be: ".repeat(50),
+    )
+    .unwrap();
+    assert_eq!(build().await, first, "a damaged file is replaced");
+    assert_eq!(
+        jobs.index().dump().unwrap(),
+        first,
+        "built while the events came"
+    );
+}
+
+#[tokio::test]
+async fn an_index_of_another_log_is_built_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("index.db");
+    for id in ["first", "second"] {
+        let bus = Bus::open("memory:").await.unwrap();
+        let jobs = Jobs::builder().index(&path).open(bus).unwrap();
+        jobs.submit(NewTask::new("x", Json::empty()).id(id))
+            .await
+            .unwrap();
+        let tasks = jobs.tasks(&TaskFilter::default()).await.unwrap();
+        let ids: Vec<&str> = tasks.iter().map(|task| task.request_id.as_str()).collect();
+        assert_eq!(ids, [id]);
+    }
+}
+
+// conformance: workflow/query-tenant: tasks of another tenant are not seen
+#[tokio::test]
+async fn tenants_do_not_see_each_other() {
+    let jobs = memory().await;
+    let other = Jobs::builder()
+        .tenant("other")
+        .open(jobs.bus().clone())
+        .unwrap();
+    jobs.submit(NewTask::new("x", Json::empty()).id("same"))
+        .await
+        .unwrap();
+    assert!(other.task("same").await.unwrap().is_none());
+    assert!(
+        other
+            .tasks(&TaskFilter::default())
+            .await
+            .unwrap()
+            .is_empty()
+    );
+    assert!(other.task_history("same").await.unwrap().is_empty());
+    other
+        .submit(NewTask::new("y", Json::empty()).id("same"))
+        .await
+        .unwrap();
+    assert_eq!(jobs.task("same").await.unwrap().unwrap().name, "x");
+    assert_eq!(other.task("same").await.unwrap().unwrap().name, "y");
+}
+
+// conformance: workflow/state-machine: the graph of a job as it was at a past moment
+#[tokio::test(flavor = "multi_thread")]
+async fn the_graph_of_a_job_at_a_past_moment() {
+    let clock = ManualClock::new(Timestamp::from_micros(1_800_000_000_000_000));
+    let bus = Bus::builder()
+        .clock(clock.clone())
+        .open("memory:")
+        .await
+        .unwrap();
+    let jobs = Jobs::builder().clock(clock.clone()).open(bus).unwrap();
+    let before = jobs.now();
+    clock.advance(Duration::from_secs(10));
+    jobs.submit_job(job("j", vec![task("a", &[]), task("b", &["a"])]))
+        .await
+        .unwrap();
+    let submitted = jobs.now();
+    clock.advance(Duration::from_secs(10));
+    running(&jobs).await;
+    ended(&jobs, "j").await;
+    let completed = jobs.now();
+    clock.advance(Duration::from_secs(10));
+    jobs.add_tasks("j", vec![task("c", &["b"])], false)
+        .await
+        .unwrap();
+    until("the third has completed", async || {
+        jobs.task("c")
+            .await
+            .unwrap()
+            .is_some_and(|t| t.state == Some(TaskState::Completed))
+    })
+    .await;
+    let at = async |time| jobs.job_graph("j", time).await;
+    assert_eq!(
+        at(Some(before)).await.unwrap_err().code(),
+        everbus::Code::NotFound
+    );
+    assert_eq!(at(Some(submitted)).await.unwrap().states, [None, None]);
+    let done = Some(TaskState::Completed);
+    assert_eq!(at(Some(completed)).await.unwrap().states, [done, done]);
+    assert_eq!(at(None).await.unwrap().states, [done, done, done]);
+    jobs.bus().shutdown().await.unwrap();
+}
+
+#[test]
+fn an_index_file_that_cannot_be_made_says_so() {
+    let error = Index::open("/proc/nothing/index.db").unwrap_err();
+    assert!(error.hint_text().is_some(), "{error:?}");
+}

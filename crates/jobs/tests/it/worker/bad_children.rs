@@ -1,0 +1,151 @@
+//! Children that misbehave: each has a defined end.
+
+use std::time::Duration;
+
+use everbus_jobs::worker::child::ChildLimits;
+
+use super::{Stage, types};
+
+/// A bad child, and how its task ends.
+struct Case {
+    child: &'static str,
+    category: &'static str,
+    error: &'static str,
+}
+
+#[tokio::test]
+async fn a_bad_child_ends_its_task_without_a_retry() {
+    let stage = Stage::new().await;
+    let limits = ChildLimits::default().output(1_000_000);
+    stage.start(stage.worker(limits)).await;
+    let too_much = "wrote more than 1000000 bytes";
+    for Case {
+        child,
+        category,
+        error,
+    } in [
+        Case {
+            child: "not-json",
+            category: "programming",
+            error: "not JSON",
+        },
+        Case {
+            child: "huge",
+            category: "programming",
+            error: too_much,
+        },
+        Case {
+            child: "forever",
+            category: "programming",
+            error: too_much,
+        },
+        Case {
+            child: "segfault",
+            category: "programming",
+            error: "SIGSEGV",
+        },
+        Case {
+            child: "unreadable",
+            category: "validation",
+            error: "bad field (exit code 65)",
+        },
+    ] {
+        let events = stage.run(child, "{}").await;
+        let types = types(&events);
+        assert_eq!(types.last(), Some(&"Task Failed"), "{child}: {types:?}");
+        assert_eq!(types.len(), 3, "{child}: {types:?}");
+        let failed = &events[2].properties;
+        assert_eq!(failed["errorCategory"], category, "{child}: {failed}");
+        assert_eq!(failed["source"], "worker");
+        assert_eq!(failed["retryCount"], 1);
+        let text = failed["error"].as_str().unwrap();
+        assert!(text.contains(error), "{child}: {text}");
+        assert!(text.len() < 1000, "{child}: {} bytes", text.len());
+    }
+    assert_eq!(stage.dead_letters().await, 0);
+    stage.bus.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_child_that_closes_its_pipes_is_waited_for() {
+    let stage = Stage::new().await;
+    stage.start(stage.worker(ChildLimits::default())).await;
+    let events = stage.run("closes-its-pipes", "{}").await;
+    assert_eq!(types(&events)[2], "Task Completed");
+    let completed = &events[2].properties;
+    assert!(completed["output"].is_null());
+    assert!(
+        completed["durationMs"].as_u64().unwrap() >= 100,
+        "{completed}"
+    );
+    stage.bus.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn what_a_child_leaves_behind_is_killed() {
+    let stage = Stage::new().await;
+    stage.start(stage.worker(ChildLimits::default())).await;
+    let events = stage.run("leaves-a-process", "{}").await;
+    assert_eq!(types(&events)[2], "Task Completed");
+    let left = events[2].properties["output"]["left"].as_u64().unwrap();
+    stage.gone(u32::try_from(left).unwrap()).await;
+    stage.bus.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn standard_error_without_end_is_kept_in_part_until_the_time_is_over() {
+    let stage = Stage::new().await;
+    let limits = ChildLimits::default().timeout(Duration::from_millis(300));
+    stage.start(stage.worker(limits)).await;
+    let events = stage.run("forever-stderr", "{}").await;
+    assert_eq!(types(&events)[2], "Task Timeout");
+    let kept = events[2].details["stderr"].as_str().unwrap();
+    assert!(kept.contains("0123456789"));
+    assert!((1000..=5000).contains(&kept.len()), "{}", kept.len());
+    stage.bus.shutdown().await.unwrap();
+}
+
+// The kernel keeps the limit.
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn a_child_gets_no_more_memory_than_allowed() {
+    let stage = Stage::new().await;
+    let limits = ChildLimits::default().memory(200_000_000);
+    stage.start(stage.worker(limits)).await;
+    let events = stage.run("hungry", "{}").await;
+    assert_eq!(types(&events)[2], "Task Failed");
+    let failed = &events[2].properties;
+    assert!(
+        failed["error"].as_str().unwrap().contains("MemoryError"),
+        "{failed}"
+    );
+    assert_eq!(failed["errorCategory"], "programming");
+    stage.bus.shutdown().await.unwrap();
+    // The same child without a limit.
+    let stage = Stage::new().await;
+    stage.start(stage.worker(ChildLimits::default())).await;
+    let events = stage.run("hungry", "{}").await;
+    assert_eq!(types(&events)[2], "Task Completed");
+    let peak = events[2].details["peakMemory"].as_u64().unwrap();
+    assert!(peak > 500_000_000, "{peak}");
+    stage.bus.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_command_that_is_not_there_fails_its_task() {
+    let stage = Stage::new().await;
+    let command = everbus_jobs::worker::child::ChildCommand::new("/no/such/command");
+    let worker = stage.worker(ChildLimits::default()).command(command);
+    stage.start(worker).await;
+    let events = stage.run("echo", "{}").await;
+    assert_eq!(types(&events), ["Task Pending", "Task Failed"]);
+    let failed = &events[1].properties;
+    assert_eq!(failed["errorCategory"], "programming");
+    assert!(
+        failed["error"]
+            .as_str()
+            .unwrap()
+            .contains("/no/such/command")
+    );
+    stage.bus.shutdown().await.unwrap();
+}

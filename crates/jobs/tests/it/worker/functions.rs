@@ -1,0 +1,115 @@
+//! Tasks that run as functions in this process.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use everbus::RetryPolicy;
+use everbus_jobs::events::{ErrorCategory, Usage};
+use everbus_jobs::{Task, TaskError, Worker};
+use serde_json::{Value, json};
+
+use super::{Stage, types};
+
+fn worker(stage: &Stage) -> Worker {
+    let retry = RetryPolicy::default()
+        .max_retries(1)
+        .base_delay(Duration::from_millis(1));
+    Worker::new(stage.jobs.clone()).retry(retry)
+}
+
+#[tokio::test]
+async fn a_function_completes_its_task() {
+    let stage = Stage::new().await;
+    let worker = worker(&stage).handler("greet", async |task: Task| {
+        let input: Value = task.read()?;
+        task.usage(Usage {
+            input_tokens: 3,
+            ..Usage::default()
+        });
+        Ok(json!({ "hello": input["name"], "attempt": task.attempt }))
+    });
+    stage.start(worker).await;
+    let events = stage.run("greet", r#"{"name":"Ada"}"#).await;
+    assert_eq!(
+        types(&events),
+        ["Task Pending", "Task Processing Started", "Task Completed"]
+    );
+    let completed = &events[2].properties;
+    assert_eq!(completed["output"], json!({"hello": "Ada", "attempt": 1}));
+    assert_eq!(completed["usage"]["inputTokens"], 3);
+    assert_eq!(events[1].properties["processId"], std::process::id());
+    stage.bus.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_category_of_a_function_decides_like_that_of_a_child() {
+    let stage = Stage::new().await;
+    let tries = Arc::new(AtomicU32::new(0));
+    let count = tries.clone();
+    let worker = worker(&stage)
+        .handler("refused", async |_: Task| {
+            Err::<(), _>(TaskError::new(ErrorCategory::Validation, "no store"))
+        })
+        .handler("wrong-input", async |task: Task| task.read::<u32>())
+        .handler("down", move |_: Task| {
+            count.fetch_add(1, Ordering::SeqCst);
+            async { Err::<(), _>(std::io::Error::other("connection refused").into()) }
+        });
+    stage.start(worker).await;
+    for name in ["refused", "wrong-input"] {
+        let events = stage.run(name, "{}").await;
+        let failed = events.last().unwrap();
+        assert_eq!(failed.event_type, "Task Failed");
+        assert_eq!(failed.properties["errorCategory"], "validation");
+        assert_eq!(failed.properties["source"], "worker");
+    }
+    let events = stage.run("down", "{}").await;
+    let failed = &events.last().unwrap().properties;
+    assert_eq!(
+        (&failed["errorCategory"], &failed["source"]),
+        (&json!("network"), &json!("dlq"))
+    );
+    assert_eq!(tries.load(Ordering::SeqCst), 2);
+    stage.bus.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_function_has_a_time_limit_and_may_panic() {
+    let stage = Stage::new().await;
+    let worker = worker(&stage)
+        .timeout(Duration::from_millis(50))
+        .handler("slow", async |_: Task| {
+            std::future::pending::<()>().await;
+            Ok(())
+        })
+        .handler("panics", async |task: Task| {
+            assert_ne!(task.attempt, 1, "as planned");
+            Ok("fine")
+        });
+    stage.start(worker).await;
+    let events = stage.run("slow", "{}").await;
+    let timeout = events.last().unwrap();
+    assert_eq!(timeout.event_type, "Task Timeout");
+    assert_eq!(timeout.properties["timeoutMs"], 50);
+    // A panic is a failed attempt like any other.
+    let events = stage.run("panics", "{}").await;
+    assert_eq!(events.last().unwrap().properties["output"], "fine");
+    stage.bus.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_name_without_a_handler_is_left_to_others_and_then_fails() {
+    let stage = Stage::new().await;
+    let worker = worker(&stage).handler("known", async |_: Task| Ok(()));
+    stage.start(worker).await;
+    let events = stage.run("unheard-of", "{}").await;
+    let failed = &events.last().unwrap().properties;
+    assert_eq!(failed["source"], "dlq");
+    let error = failed["error"].as_str().unwrap();
+    assert!(
+        error.contains("unheard-of") && error.contains("known"),
+        "{error}"
+    );
+    stage.bus.shutdown().await.unwrap();
+}
