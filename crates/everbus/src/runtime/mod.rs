@@ -10,6 +10,7 @@ mod circuits;
 mod dispatch;
 mod lag;
 pub(crate) mod options;
+pub(crate) mod pauses;
 mod pipeline;
 pub(crate) mod receipt;
 mod retention;

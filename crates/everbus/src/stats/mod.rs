@@ -46,6 +46,7 @@ pub(crate) struct Stats {
     queues: Bounded<GroupName, Queues>,
     breakers: Bounded<Arc<str>, BreakerGauge>,
     lags: Bounded<(GroupName, Arc<str>), LagGauges>,
+    commit: metrics::Histogram,
     other_group: GroupName,
 }
 
@@ -65,6 +66,7 @@ impl Stats {
             queues: Bounded::new(series),
             breakers: Bounded::new(series),
             lags: Bounded::new(series),
+            commit: facade::Labels::none().histogram(facade::COMMIT),
             // The name is valid, so the fallback is never used.
             other_group: GroupName::new(OTHER).unwrap_or_else(|_| GroupName::unnamed()),
         }
@@ -77,6 +79,11 @@ impl Stats {
             || Meter::new(group, event_type),
             || Meter::new(&self.other_group, OTHER),
         )
+    }
+
+    /// A batch was durable after this time.
+    pub(crate) fn committed(&self, after: Duration) {
+        self.commit.record(after);
     }
 
     /// The meter of published events of this type.

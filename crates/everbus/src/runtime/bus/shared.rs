@@ -17,6 +17,7 @@ use crate::guard;
 use crate::overflow::{self, Objects};
 use crate::runtime::circuits::Circuits;
 use crate::runtime::options::BusOptions;
+use crate::runtime::pauses::Pauses;
 use crate::schema::Schemas;
 use crate::stats::Stats;
 
@@ -26,6 +27,8 @@ pub(crate) struct Shared {
     pub(crate) options: BusOptions,
     pub(crate) stats: Stats,
     pub(crate) circuits: Circuits,
+    /// The groups that an operator has paused.
+    pub(crate) pauses: Pauses,
     /// The parts of the bus that handlers can reach.
     pub(crate) environment: Arc<Environment>,
     /// The object store for large payloads, if there is one.
@@ -62,6 +65,7 @@ impl Shared {
             options,
             stats: Stats::default(),
             circuits: Circuits::default(),
+            pauses: Pauses::default(),
             streams_declared: OnceCell::new(),
             schemas: RwLock::default(),
             validates: AtomicBool::new(false),
