@@ -369,6 +369,53 @@ async fn a_page_of_another_site_cannot_connect() {
     server.stop().await;
 }
 
+// conformance: operations/server-websocket-group: a durable group over the WebSocket: acked events are done, failed ones and those of a client that left come again
+#[tokio::test(flavor = "multi_thread")]
+async fn a_durable_group_delivers_until_the_client_acks() {
+    let server = Served::start().await;
+    let mut client = Client::connect(&server).await;
+    let wanted = json!({ "id": "g", "group": "mail", "patterns": ["order.*"], "from": "first" });
+    publish(&server, "order.placed", [1, 2, 3]).await;
+    client.subscribe(wanted.clone()).await;
+    let mut leases = std::collections::BTreeMap::new();
+    while leases.len() < 3 {
+        let message = client.message().await;
+        assert_eq!(message["attempt"], 1, "{message}");
+        let n = message["events"][0]["payload"]["n"].as_u64().unwrap();
+        leases.insert(n, message["leases"][0].clone());
+    }
+    client
+        .send(json!({ "type": "ack", "id": "g", "leases": [leases[&1]] }))
+        .await;
+    assert_eq!(
+        client.message().await,
+        json!({ "type": "ack", "of": "ack", "id": "g" })
+    );
+    client
+        .send(
+            json!({ "type": "nack", "id": "g", "leases": [leases[&2]], "error": "no mail server" }),
+        )
+        .await;
+    let answer = client.message().await;
+    assert_eq!(answer["of"], "nack", "{answer}");
+    // The failed one comes again, as a second attempt.
+    let again = client.message().await;
+    assert_eq!(again["events"][0]["payload"]["n"], 2, "{again}");
+    assert_eq!(again["attempt"], 2);
+    // What the client holds when it leaves goes to the next one: 2 and 3, but not 1.
+    client.0.close(None).await.unwrap();
+    while !client.message().await.is_null() {}
+    let mut next = Client::connect(&server).await;
+    next.subscribe(wanted).await;
+    let mut left = std::collections::BTreeSet::new();
+    while left.len() < 2 {
+        let message = next.message().await;
+        left.insert(message["events"][0]["payload"]["n"].as_u64().unwrap());
+    }
+    assert_eq!(left, [2, 3].into());
+    server.stop().await;
+}
+
 /// Reads server-sent events.
 struct Listener(BufReader<TcpStream>);
 

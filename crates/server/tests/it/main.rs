@@ -1,5 +1,7 @@
 //! The tests of the server, in one binary.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may panic")]
+
 mod api;
 mod bad_input;
 mod browser;
