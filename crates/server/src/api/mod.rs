@@ -6,7 +6,7 @@ pub(crate) mod groups;
 mod health;
 mod login;
 pub(crate) mod publish;
-mod pull;
+pub(crate) mod pull;
 pub(crate) mod replays;
 mod shapes;
 pub(crate) mod system;

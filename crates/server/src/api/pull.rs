@@ -60,19 +60,19 @@ pub(super) fn routes() -> Vec<Route> {
 
 #[derive(Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
-struct FetchRequest {
+pub(crate) struct FetchRequest {
     /// Makes the group, or adds to its subscriptions: the patterns of the events it gets.
-    patterns: Vec<String>,
+    pub(crate) patterns: Vec<String>,
     /// Where a new group begins: `new` (the default) or `first`.
-    start_from: Option<String>,
+    pub(crate) start_from: Option<String>,
     /// For a new group: events with the same key one after another.
-    ordered: bool,
+    pub(crate) ordered: bool,
     /// At most this many; 1 unless given.
-    max: Option<usize>,
+    pub(crate) max: Option<usize>,
     /// How long to wait for the first event; 0 unless given, 60000 at most.
-    wait_ms: u64,
+    pub(crate) wait_ms: u64,
     /// How long the client has the events; 30000 unless given. Then they go to another client.
-    lease_ms: Option<u64>,
+    pub(crate) lease_ms: Option<u64>,
 }
 
 #[derive(Serialize, JsonSchema)]
@@ -83,14 +83,14 @@ struct Fetched {
 
 /// An event under a lease.
 #[derive(Serialize, JsonSchema)]
-struct Item {
+pub(crate) struct Item {
     /// The right to settle it.
-    lease: String,
+    pub(crate) lease: String,
     /// From 1.
-    attempt: u32,
+    pub(crate) attempt: u32,
     /// The event.
     #[schemars(with = "EventShape")]
-    event: Arc<Recorded>,
+    pub(crate) event: Arc<Recorded>,
 }
 
 /// What a lease says, signed by the server.
@@ -110,22 +110,33 @@ async fn fetch(
     Path(name): Path<String>,
     Input(request): Input<FetchRequest>,
 ) -> Result<Answer<Fetched>, Problem> {
+    let items = fetch_for(&state, &caller, &name, &request).await?;
+    Ok(Answer(Fetched { items }))
+}
+
+/// Fetches events of a group for a caller; also what the WebSocket does.
+pub(crate) async fn fetch_for(
+    state: &AppState,
+    caller: &Caller,
+    name: &str,
+    request: &FetchRequest,
+) -> Result<Vec<Item>, Problem> {
     let bus = state.bus();
-    let group = caller.group(&name)?;
+    let group = caller.group(name)?;
     if !request.patterns.is_empty() {
-        check_new_group(&caller, &name)?;
-        declare(bus, &group, &request).await?;
+        check_new_group(caller, name)?;
+        declare(bus, &group, request).await?;
     }
     let groups = bus.engine().broker.inspect().await?;
     let known = groups.into_iter().find(|known| known.name == group);
-    let known = known.ok_or_else(|| no_group(&name))?;
+    let known = known.ok_or_else(|| no_group(name))?;
     let handled = known.subscriptions.iter().map(|s| s.pattern.clone());
     let options = Fetch {
         handled: handled.collect(),
         max: request.max.unwrap_or(1).clamp(1, MOST_EVENTS),
         wait: Duration::from_millis(request.wait_ms).min(LONGEST_WAIT),
-        lease: lease(&state, &group, request.lease_ms)?,
-        policy: policy(&state, &group),
+        lease: lease(state, &group, request.lease_ms)?,
+        policy: policy(state, &group),
         tenant: tenant_of_group(&group),
     };
     let deliveries = tokio::select! {
@@ -142,7 +153,7 @@ async fn fetch(
             event: bus.whole(&delivery.record).await?,
         });
     }
-    Ok(Answer(Fetched { items }))
+    Ok(items)
 }
 
 struct Fetch {
@@ -283,17 +294,17 @@ struct SettleRequest {
 
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct SettleItem {
+pub(crate) struct SettleItem {
     /// The lease.
-    lease: String,
+    pub(crate) lease: String,
     /// `ack`, `retry`, `dead`, `skip` or `release`.
-    verdict: String,
+    pub(crate) verdict: String,
     /// Why, for retry, dead and skip.
     #[serde(default)]
-    error: Option<String>,
+    pub(crate) error: Option<String>,
     /// For retry and release: not before this many milliseconds. A retry waits by the policy unless given.
     #[serde(default)]
-    after_ms: Option<u64>,
+    pub(crate) after_ms: Option<u64>,
 }
 
 /// One answer for each lease, in their order.
@@ -329,17 +340,27 @@ async fn settle(
     Path(name): Path<String>,
     Input(request): Input<SettleRequest>,
 ) -> Result<Answer<Settled>, Problem> {
-    let group = caller.group(&name)?;
-    let policy = policy(&state, &group);
+    let answers = settle_for(&state, &caller, &name, request.items).await?;
+    Ok(Answer(Settled::of(answers)))
+}
+
+/// Settles fetched events for a caller; also what the WebSocket does.
+pub(crate) async fn settle_for(
+    state: &AppState,
+    caller: &Caller,
+    name: &str,
+    items: Vec<SettleItem>,
+) -> Result<Vec<Result<(), Error>>, Problem> {
+    let group = caller.group(name)?;
+    let policy = policy(state, &group);
     let key = signing_key(state.bus()).await?;
-    let mut settlements = Vec::with_capacity(request.items.len());
-    for item in request.items {
+    let mut settlements = Vec::with_capacity(items.len());
+    for item in items {
         let (lease, attempt) = read_ticket(&key, &group, &item.lease)?;
         let verdict = verdict(&item, attempt, &policy)?;
         settlements.push(Settlement::new(lease, verdict));
     }
-    let answers = state.bus().engine().broker.settle(settlements).await?;
-    Ok(Answer(Settled::of(answers)))
+    Ok(state.bus().engine().broker.settle(settlements).await?)
 }
 
 fn verdict(item: &SettleItem, attempt: u32, policy: &RetryPolicy) -> Result<Verdict, Problem> {

@@ -10,9 +10,10 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::follow::Follow;
+use super::group::{self, Held};
 use super::outbox::{COALESCE, Outbox};
 use super::protocol::{self, Inbound, Subscribe};
-use crate::auth::Caller;
+use crate::auth::{Caller, Scope};
 use crate::options::WebSocketLimits;
 use crate::state::AppState;
 
@@ -64,11 +65,13 @@ pub(super) async fn serve(
         caller,
         outbox,
         subscriptions: HashMap::new(),
+        groups: HashMap::new(),
         tasks: JoinSet::new(),
         limits,
         sent: Instant::now() - COALESCE,
     };
     let ending = connection.run(&mut socket).await;
+    connection.leave().await;
     let said = async {
         if let Some(text) = ending.last {
             socket.send(Message::Text(text.into())).await?;
@@ -89,6 +92,8 @@ struct Connection {
     limits: WebSocketLimits,
     outbox: Arc<Outbox>,
     subscriptions: HashMap<Arc<str>, AbortHandle>,
+    /// What the client holds of durable groups.
+    groups: HashMap<Arc<str>, Arc<Held>>,
     /// One for each subscription; dropping the connection ends them.
     tasks: JoinSet<Arc<str>>,
     heartbeat: Heartbeat,
@@ -208,7 +213,11 @@ impl Connection {
         };
         match message {
             Inbound::Ping { id } => self.outbox.text(protocol::ack("ping", id.as_deref(), None)),
-            Inbound::Unsubscribe { id } => self.unsubscribe(&id),
+            Inbound::Unsubscribe { id } => self.unsubscribe(&id).await,
+            Inbound::Ack { id, leases } => self.settle("ack", &id, leases, None).await,
+            Inbound::Nack { id, leases, error } => {
+                self.settle("nack", &id, leases, error.as_deref()).await;
+            }
             Inbound::Subscribe(wanted) => {
                 let id = wanted.id.clone();
                 if let Err(error) = self.subscribe(wanted).await {
@@ -218,10 +227,42 @@ impl Connection {
         }
     }
 
-    fn unsubscribe(&mut self, id: &str) {
+    /// Ends the subscriptions, and gives back what the client held.
+    async fn leave(&mut self) {
+        self.tasks.shutdown().await;
+        for held in self.groups.values() {
+            held.release(&self.state, &self.caller).await;
+        }
+    }
+
+    async fn settle(&self, of: &'static str, id: &str, leases: Vec<String>, error: Option<&str>) {
+        let Some(held) = self.groups.get(id) else {
+            let what = format!("the subscription {id:?} is not of a group");
+            let error = Error::new(Code::SubscriptionNotFound, what);
+            return self.outbox.text(protocol::refused(Some(id), &error));
+        };
+        let verdict = if of == "ack" { "ack" } else { "retry" };
+        let many = leases.len();
+        let settled = held.settle(&self.state, &self.caller, leases, verdict, error);
+        self.outbox.text(match settled.await {
+            Ok(settled) if settled == many => protocol::ack(of, Some(id), None),
+            Ok(settled) => {
+                let lost = many - settled;
+                let what =
+                    format!("{lost} of {many} leases had ended; their events are delivered again");
+                protocol::refused(Some(id), &Error::new(Code::LeaseLost, what))
+            }
+            Err(problem) => protocol::refused_by(id, &problem),
+        });
+    }
+
+    async fn unsubscribe(&mut self, id: &str) {
         match self.subscriptions.remove(id) {
             Some(task) => {
                 task.abort();
+                if let Some(held) = self.groups.remove(id) {
+                    held.release(&self.state, &self.caller).await;
+                }
                 self.outbox
                     .text(protocol::ack("unsubscribe", Some(id), None));
             }
@@ -251,6 +292,7 @@ impl Connection {
             return Err(Error::new(Code::InvalidSetting, what).hint("choose another id"));
         }
         let task = match wanted.topic.as_deref() {
+            None if wanted.group.is_some() => self.consume(&id, wanted)?,
             None => {
                 let follow = self.follow(&wanted).await?;
                 let cursor = Some(follow.cursor().to_string());
@@ -273,6 +315,19 @@ impl Connection {
         };
         self.subscriptions.insert(id, task);
         Ok(())
+    }
+
+    fn consume(&mut self, id: &Arc<str>, wanted: Subscribe) -> Result<AbortHandle> {
+        if !self.caller.may(Scope::Consume) {
+            let what = "a group needs the scope consume, which the token does not have";
+            return Err(Error::new(Code::InvalidSetting, what));
+        }
+        let held = Held::new(wanted.group.as_deref().unwrap_or_default());
+        self.groups.insert(id.clone(), held.clone());
+        self.outbox.text(protocol::ack("subscribe", Some(id), None));
+        let (state, caller) = (self.state.clone(), self.caller.clone());
+        let events = group::send(state, caller, wanted, held, self.outbox.clone());
+        Ok(self.tasks.spawn(events))
     }
 
     async fn follow(&self, wanted: &Subscribe) -> Result<Follow> {

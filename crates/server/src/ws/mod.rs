@@ -2,6 +2,7 @@
 
 mod connection;
 pub(crate) mod follow;
+mod group;
 mod outbox;
 pub(crate) mod protocol;
 

@@ -4,6 +4,7 @@ use everbus::{Error, Pattern, Result};
 use serde::{Deserialize, Serialize};
 
 use super::follow::Begin;
+use crate::problem::Problem;
 
 /// What a client sends.
 #[derive(Debug, Deserialize)]
@@ -15,6 +16,23 @@ pub(crate) enum Inbound {
     Unsubscribe {
         /// Its id.
         id: String,
+    },
+    /// Events of a durable group are handled.
+    Ack {
+        /// The subscription.
+        id: String,
+        /// The leases that came with them.
+        leases: Vec<String>,
+    },
+    /// Events of a durable group failed; they come again, by the policy of the group.
+    Nack {
+        /// The subscription.
+        id: String,
+        /// The leases that came with them.
+        leases: Vec<String>,
+        /// What went wrong, for the record.
+        #[serde(default)]
+        error: Option<String>,
     },
     /// Asks for a sign of life.
     Ping {
@@ -42,6 +60,9 @@ pub(crate) struct Subscribe {
     /// `new` (the default), `first`, `last` or a time.
     #[serde(default)]
     pub(crate) from: Option<String>,
+    /// Consume as this durable group: each event comes with a lease and waits for its ack.
+    #[serde(default)]
+    pub(crate) group: Option<String>,
     /// Figures instead of events: `overview`.
     #[serde(default)]
     pub(crate) topic: Option<String>,
@@ -114,6 +135,18 @@ pub(crate) fn status(status: &'static str, detail: &str) -> String {
         code: None,
         detail: Some(detail),
         hint: None,
+    }
+    .text()
+}
+
+/// A message could not be served; the connection goes on.
+pub(crate) fn refused_by(id: &str, problem: &Problem) -> String {
+    Outbound::Status {
+        status: "error",
+        id: Some(id),
+        code: Some(problem.code()),
+        detail: Some(problem.detail()),
+        hint: problem.hint_text(),
     }
     .text()
 }
