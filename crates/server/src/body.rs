@@ -1,18 +1,24 @@
 //! Reading bodies and queries within their limits.
 
 use std::io::Read as _;
+use std::time::Duration;
 
-use axum::body::Body;
+use axum::body::{Body, BodyDataStream};
 use axum::extract::{FromRequest, FromRequestParts, Query, Request};
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use everbus_core::suggest::nearest;
+use futures_util::StreamExt as _;
 use http::{HeaderMap, StatusCode, header};
-use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
 
 use crate::options::Limits;
 use crate::problem::Problem;
 use crate::state::AppState;
+
+/// Of a body that is too large at most this much is read and thrown away,
+const DISCARDED: usize = 32 << 20;
+/// for at most this long.
+const DISCARDING: Duration = Duration::from_secs(2);
 
 /// The body of a request, decompressed, and its content type.
 pub(crate) struct Received {
@@ -111,24 +117,30 @@ pub(crate) fn unsupported(given: &str, wanted: &str) -> Problem {
 async fn read(body: Body, headers: &HeaderMap, limits: &Limits) -> Result<Bytes, Problem> {
     let length = headers.get(header::CONTENT_LENGTH);
     let length: Option<usize> = length.and_then(|l| l.to_str().ok()?.parse().ok());
+    let mut stream = body.into_data_stream();
     if length.is_some_and(|length| length > limits.body) {
+        discard(stream).await;
         return Err(too_large(limits.body));
     }
-    let collected = Limited::new(body, limits.body).collect();
-    let collected = tokio::time::timeout(limits.body_timeout, collected).await;
-    let bytes = match collected {
-        Ok(Ok(collected)) => collected.to_bytes(),
-        Ok(Err(error)) if error.is::<LengthLimitError>() => return Err(too_large(limits.body)),
-        Ok(Err(_)) => return Err(Problem::bad_request("the body ended early")),
-        Err(_) => {
-            let what = "the body did not arrive in time";
-            return Err(Problem::new(
-                StatusCode::REQUEST_TIMEOUT,
-                "BodyTimeout",
-                what,
-            ));
+    let mut bytes = BytesMut::with_capacity(length.unwrap_or(0));
+    let deadline = tokio::time::Instant::now() + limits.body_timeout;
+    loop {
+        match tokio::time::timeout_at(deadline, stream.next()).await {
+            Ok(None) => break,
+            Ok(Some(Ok(data))) if bytes.len() + data.len() > limits.body => {
+                discard(stream).await;
+                return Err(too_large(limits.body));
+            }
+            Ok(Some(Ok(data))) => bytes.extend_from_slice(&data),
+            Ok(Some(Err(_))) => return Err(Problem::bad_request("the body ended early")),
+            Err(_) => {
+                let what = "the body did not arrive in time";
+                let status = StatusCode::REQUEST_TIMEOUT;
+                return Err(Problem::new(status, "BodyTimeout", what));
+            }
         }
-    };
+    }
+    let bytes = bytes.freeze();
     let encoding = headers.get(header::CONTENT_ENCODING);
     match encoding.map(http::HeaderValue::as_bytes) {
         None | Some(b"" | b"identity") => Ok(bytes),
@@ -140,6 +152,21 @@ async fn read(body: Body, headers: &HeaderMap, limits: &Limits) -> Result<Bytes,
         )
         .hint("send gzip, or no Content-Encoding")),
     }
+}
+
+/// Reads on for a moment without keeping anything: a connection that is closed with unread data is reset, and the
+/// client would not see the answer.
+async fn discard(mut stream: BodyDataStream) {
+    let reading = async {
+        let mut left = DISCARDED;
+        while let Some(Ok(data)) = stream.next().await {
+            left = left.saturating_sub(data.len());
+            if left == 0 {
+                break;
+            }
+        }
+    };
+    let _ = tokio::time::timeout(DISCARDING, reading).await;
 }
 
 /// Decompresses up to a limit: a few kilobytes of gzip may hold gigabytes.

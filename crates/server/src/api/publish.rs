@@ -10,7 +10,7 @@ use bytes::{Bytes, BytesMut};
 use everbus::dialects::{self, cloudevents};
 use everbus::{Attributes, Code, Dialect, Entity, Error, Event, EventId, Receipt, Timestamp};
 use futures_util::StreamExt as _;
-use http::{HeaderMap, StatusCode};
+use http::{HeaderMap, StatusCode, header};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -218,7 +218,12 @@ async fn publish(
         kind.as_str(),
         "application/x-ndjson" | "application/ndjson" | "application/jsonl"
     ) {
-        let published = lines(&state, &caller, request.into_body()).await?;
+        // A compressed body is bounded, so it is read as a whole.
+        let body = match request.headers().contains_key(header::CONTENT_ENCODING) {
+            true => Body::from(Received::from_request(request, &state).await?.bytes),
+            false => request.into_body(),
+        };
+        let published = lines(&state, &caller, body).await?;
         return Ok((StatusCode::CREATED, Answer(published)).into_response());
     }
     let received = Received::from_request(request, &state).await?;

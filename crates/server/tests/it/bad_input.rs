@@ -36,7 +36,7 @@ async fn bad_bodies_are_refused_and_the_server_goes_on() {
         .send("POST", "/v1/events", None, &headers, chunked.as_bytes())
         .await;
     assert_eq!(got.problem(413), "BodyTooLarge");
-    // 100 MB of zeros in 100 kB of gzip.
+    // 50 MB of zeros in 50 kB of gzip.
     let bomb = gzip(&vec![b'0'; 50_000_000]);
     assert!(bomb.len() < 100_000);
     let zipped = [JSON, ("content-encoding", "gzip")];
@@ -97,8 +97,8 @@ async fn bad_bodies_are_refused_and_the_server_goes_on() {
 #[tokio::test]
 async fn hostile_connections_end_and_the_server_goes_on() {
     let api = Api::with(None, |options| {
-        options.limits.header_timeout = Duration::from_millis(300);
-        options.limits.body_timeout = Duration::from_millis(300);
+        options.limits.header_timeout = Duration::from_secs(2);
+        options.limits.body_timeout = Duration::from_secs(2);
     })
     .await;
     let many: String = (0..10_000).map(|n| format!("x-{n}: 1\r\n")).collect();
@@ -148,7 +148,7 @@ async fn hostile_connections_end_and_the_server_goes_on() {
 async fn more_connections_than_seats_wait_their_turn() {
     let api = Api::with(None, |options| {
         options.limits.connections = 2;
-        options.limits.header_timeout = Duration::from_millis(500);
+        options.limits.header_timeout = Duration::from_secs(2);
     })
     .await;
     // Both seats are taken by clients that say nothing; the third is served once they are cut off.
