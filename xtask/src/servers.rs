@@ -88,6 +88,18 @@ const SERVERS: &[Server] = &[
         tests: "with services of the newest FastStream",
     },
     Server {
+        name: "chromium",
+        found: || works("chromium", "--version") && works("chromedriver", "--version"),
+        from: From::Apt(&["chromium", "chromium-driver"]),
+        tests: "of the dashboard",
+    },
+    Server {
+        name: "prometheus",
+        found: || works("promtool", "--version") && works("prometheus", "--version"),
+        from: From::Apt(&["prometheus"]),
+        tests: "of metrics and alerts",
+    },
+    Server {
         name: "Apache Kafka",
         found: || cache().join(KAFKA).join("template-3").is_dir(),
         from: From::Script(KAFKA, include_str!("kafka.sh")),

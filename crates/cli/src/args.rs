@@ -135,6 +135,11 @@ pub(crate) enum OutputFormat {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Serve events over HTTP, with a dashboard: publish, consume and operate from any language
+    Serve(crate::commands::serve::ServeArgs),
+    /// Make, list and revoke the tokens of the server
+    #[command(subcommand)]
+    Token(crate::commands::token::TokenCommand),
     /// Store an event; print its id and its place in the log once it is durable
     Publish(Box<PublishArgs>),
     /// Show events as they come

@@ -132,6 +132,12 @@ impl Target {
         }
     }
 
+    /// Whether neither an option, nor the environment, nor a configuration named it.
+    pub(crate) fn is_default(&self, args: &Args) -> bool {
+        let named = args.db.is_some() || args.broker.is_some() || self.config.is_some();
+        !named && self.place == Place::File(DEFAULT_FILE.into()) && variable("EVERBUS_DB").is_none()
+    }
+
     /// An Everbus file, opened with the default settings.
     pub(crate) fn file(path: &Path) -> Self {
         Self {
@@ -279,6 +285,21 @@ impl Target {
         self.bus_on(self.open(true).await?).await
     }
 
+    /// Opens a bus for a server; a file is created if it is not there. Unlike a command, a server keeps what its
+    /// configuration, or the default, says.
+    pub(crate) async fn open_serving_bus(&self) -> Outcome<Bus> {
+        let engine = self.open(true).await?;
+        let mut builder = Bus::builder();
+        if let Some(bytes) = self.max_payload {
+            builder = builder.max_payload(bytes);
+        }
+        if let Some(config) = self.load_config()? {
+            builder = builder.config(&config);
+            config_used(&engine, &Operator::current(), &config).await?;
+        }
+        Ok(builder.with_engine(engine)?)
+    }
+
     /// Opens a bus on what exists.
     pub(crate) async fn open_existing_bus(&self) -> Outcome<Bus> {
         self.bus_on(self.open(false).await?).await
@@ -331,7 +352,7 @@ impl Target {
         self.config.is_some()
     }
 
-    fn load_config(&self) -> Outcome<Option<Config>> {
+    pub(crate) fn load_config(&self) -> Outcome<Option<Config>> {
         Ok(self.config.as_ref().map(Config::load).transpose()?)
     }
 

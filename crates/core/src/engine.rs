@@ -66,6 +66,8 @@ pub struct Engine {
     /// The directory for objects that are too large for the engine, unless another place is configured:
     /// beside its file, if it has one.
     pub objects: Option<PathBuf>,
+    /// The file, if the engine is one.
+    pub file: Option<PathBuf>,
     /// The settings that keep the engine from being more durable than
     /// [`Capabilities::durability`](crate::Capabilities::durability) says.
     pub weaknesses: Vec<Weakness>,
@@ -94,6 +96,7 @@ impl Engine {
             outbox: None,
             orphans: None,
             objects: None,
+            file: None,
             weaknesses: Vec::new(),
         }
     }

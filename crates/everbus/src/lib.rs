@@ -152,6 +152,7 @@ pub use open::engines::Durable;
 pub use replay::{Replay, ReplayPreview, ReplayReport};
 pub use runtime::bus::Bus;
 pub use runtime::options::BusOptions;
+pub use runtime::pauses::PausedGroup;
 pub use runtime::receipt::{Receipt, Settled};
 pub use runtime::router::{IntoRoute, Route, Router, to};
 pub use runtime::shutdown::Shutdown;

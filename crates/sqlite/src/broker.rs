@@ -27,6 +27,7 @@ pub(crate) struct SqliteEngine {
 pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
     let handle = start(path, options)?;
     let objects = crate::orphans::beside(&handle.path);
+    let file = handle.path.clone();
     let outbox = crate::outbox::own_outbox(handle.clone());
     let weaknesses = match handle.durability {
         Durable::Full => Vec::new(),
@@ -50,6 +51,7 @@ pub(crate) fn open(path: &Path, options: Options) -> Result<Engine> {
         payloads: Some(engine.clone()),
         orphans: Some(engine.clone()),
         objects: Some(objects),
+        file: Some(file),
         outbox: Some(outbox),
         checkpoints: Some(engine.clone()),
         kv: Some(engine.clone()),

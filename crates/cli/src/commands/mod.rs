@@ -25,9 +25,11 @@ pub(crate) mod replay;
 mod replay_runs;
 pub(crate) mod restore;
 pub(crate) mod retention;
+pub(crate) mod serve;
 mod streams;
 mod tail;
 pub(crate) mod task;
+pub(crate) mod token;
 
 use self::jobs_on::jobs_on;
 use clap::CommandFactory as _;
@@ -58,6 +60,9 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
     match command {
         Command::Publish(args) => publish::run(*args, &target()?, output).await,
         Command::Tail(args) => tail::run(args, &target()?, output).await,
+        // It finishes the running work after Ctrl-C.
+        Command::Serve(serve) => serve::run(serve, &args, output).await,
+        Command::Token(command) => until_interrupted(token::run(command, &target()?, output)).await,
         Command::Completions { shell } => completions(shell, output),
         Command::Demo => until_interrupted(demo::run(output)).await,
         Command::Bench(args) => until_interrupted(bench::run(args, &target()?, output)).await,

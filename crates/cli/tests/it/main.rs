@@ -29,6 +29,7 @@ mod publish;
 mod recovery;
 mod replay;
 mod retention;
+mod serve;
 #[cfg(all(feature = "postgres", feature = "nats"))]
 mod servers;
 mod store;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use everbus_core::{Code, GroupName, Pattern, RetryPolicy, StartFrom, Streams};
 
+use super::delivery::{self, Delivery};
 use super::problems::quoted;
 use super::section::{Field, Reader, Section};
 use crate::breaker::{BreakerPolicy, Criticality};
@@ -23,6 +24,10 @@ pub(super) const KEYS: &[&str] = &[
     "idempotent",
     "decode",
     "start_from",
+    "tenant",
+    "webhook",
+    "exec",
+    "pull",
 ];
 pub(super) const BREAKER_KEYS: &[&str] = &[
     "fail_max",
@@ -76,6 +81,10 @@ pub struct Consumer {
     pub decode: Option<Decode>,
     /// Where a new group begins.
     pub start_from: Option<StartFrom>,
+    /// Only events of this tenant, for a consumer with a [`Delivery`].
+    pub tenant: Option<String>,
+    /// Where `everbus serve` delivers the events. `None`: a program has a handler for them.
+    pub delivery: Option<Delivery>,
 }
 
 const CRITICALITIES: &[(&str, Criticality)] = &[
@@ -189,6 +198,8 @@ fn consumer(
     let idempotent = reader.boolean(section.get("idempotent"));
     let decode = reader.choice(section.get("decode"), DECODES);
     let start_from = start_from(reader, section);
+    let tenant = reader.text(section.get("tenant"), "the name of a tenant");
+    let delivery = delivery::read(reader, section);
     let (stream, pattern) = stream?;
     Some(Consumer {
         name: name.to_owned(),
@@ -205,6 +216,8 @@ fn consumer(
         idempotent,
         decode,
         start_from,
+        tenant: tenant.map(|text| text.value),
+        delivery,
     })
 }
 

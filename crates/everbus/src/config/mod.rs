@@ -29,15 +29,18 @@
 mod backpressure;
 mod broker;
 mod consumers;
+mod delivery;
 mod duration;
 mod expand;
 mod fingerprint;
 mod limits;
+mod metrics;
 mod overflow;
 mod problems;
 mod redact;
 mod retention;
 mod section;
+mod server;
 mod streams;
 mod used;
 mod yaml;
@@ -57,9 +60,12 @@ use crate::overflow::Overflow;
 pub use backpressure::Backpressure;
 pub use broker::{Broker, BrokerKind, BrokerUrl};
 pub use consumers::{Breaker, Consumer, Retry};
+pub use delivery::{Delivery, Exec, Pull, Secret, Webhook};
 pub(crate) use fingerprint::Fingerprint;
+pub use metrics::Compat;
 pub use problems::{Problem, Problems};
 pub use redact::redacted;
+pub use server::Server;
 
 use expand::{Lookup, environment};
 use problems::Place;
@@ -76,6 +82,8 @@ const KEYS: &[&str] = &[
     "backpressure",
     "overflow",
     "retention",
+    "server",
+    "metrics",
 ];
 
 /// Where each key belongs.
@@ -89,9 +97,14 @@ const SECTIONS: &[(&str, &[&str])] = &[
     ("consumers.NAME", consumers::KEYS),
     ("consumers.NAME.circuit_breaker", consumers::BREAKER_KEYS),
     ("consumers.NAME.retry", consumers::RETRY_KEYS),
+    ("consumers.NAME.webhook", delivery::WEBHOOK_KEYS),
+    ("consumers.NAME.exec", delivery::EXEC_KEYS),
+    ("consumers.NAME.pull", delivery::PULL_KEYS),
     ("backpressure", backpressure::KEYS),
     ("overflow", overflow::KEYS),
     ("retention", retention::KEYS),
+    ("server", server::KEYS),
+    ("metrics", metrics::KEYS),
 ];
 
 /// The content of a configuration file.
@@ -116,6 +129,10 @@ pub struct Config {
     pub(crate) fingerprint: Fingerprint,
     /// The retention policy, if the file has one.
     pub retention: Option<Retention>,
+    /// How `everbus serve` listens, if the file says so.
+    pub server: Option<Server>,
+    /// The names that `/metrics` of a server adds to its own (`metrics.compat`).
+    pub metrics_compat: Option<Compat>,
 }
 
 impl Config {
@@ -281,6 +298,8 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
     let backpressure = reader.section(top.get("backpressure"), backpressure::KEYS);
     let overflow = reader.section(top.get("overflow"), overflow::KEYS);
     let retention = reader.section(top.get("retention"), retention::KEYS);
+    let server = reader.section(top.get("server"), server::KEYS);
+    let metrics = reader.section(top.get("metrics"), metrics::KEYS);
     Config {
         broker: broker.and_then(|section| broker::read(reader, &section, "broker")),
         store: store.and_then(|section| broker::read_store(reader, &section)),
@@ -292,8 +311,10 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
             .map(|section| backpressure::read(reader, &section))
             .unwrap_or_default(),
         overflow: overflow.map(|section| overflow::read(reader, &section)),
+        server: server.map(|section| server::read(reader, &section)),
         fingerprint: Fingerprint::default(),
         retention: retention.map(|section| retention::read(reader, &section, &streams)),
+        metrics_compat: metrics.and_then(|section| metrics::read(reader, &section)),
         streams,
     }
 }

@@ -12,6 +12,7 @@ mod dispatch;
 mod drops;
 mod lag;
 pub(crate) mod options;
+pub(crate) mod pauses;
 mod pipeline;
 pub(crate) mod receipt;
 mod retention;

@@ -20,6 +20,7 @@ pub(super) const INBOX_HITS: &str = "everbus_inbox_hits_total";
 pub(super) const BREAKER_REJECTIONS: &str = "everbus_breaker_rejections_total";
 pub(super) const LATENCY: &str = "everbus_event_latency_seconds";
 pub(super) const HANDLER_DURATION: &str = "everbus_handler_duration_seconds";
+pub(super) const COMMIT: &str = "everbus_commit_seconds";
 pub(super) const BREAKER_STATE: &str = "everbus_breaker_state";
 pub(super) const QUEUE_DEPTH: &str = "everbus_queue_depth";
 pub(super) const LAG_EVENTS: &str = "everbus_consumer_lag_events";
@@ -52,6 +53,7 @@ pub(super) fn describe() {
     let histograms = [
         (LATENCY, "From the publish of an event until it was handled"),
         (HANDLER_DURATION, "How long the handlers of an event ran"),
+        (COMMIT, "How long a publish waited until it was durable"),
     ];
     for (name, text) in histograms {
         metrics::describe_histogram!(name, Unit::Seconds, text);
@@ -83,6 +85,10 @@ impl Labels {
             "stream",
             text(&streams::label(event_type)),
         )])
+    }
+
+    pub(super) fn none() -> Self {
+        Self(vec![])
     }
 
     pub(super) fn group(group: &GroupName) -> Self {

@@ -47,6 +47,7 @@ pub(crate) struct Stats {
     breakers: Bounded<Arc<str>, BreakerGauge>,
     lags: Bounded<(GroupName, Arc<str>), LagGauges>,
     ages: Bounded<(GroupName, Arc<str>), AgeGauges>,
+    commit: metrics::Histogram,
     other_group: GroupName,
 }
 
@@ -67,6 +68,7 @@ impl Stats {
             breakers: Bounded::new(series),
             lags: Bounded::new(series),
             ages: Bounded::new(series),
+            commit: facade::Labels::none().histogram(facade::COMMIT),
             // The name is valid, so the fallback is never used.
             other_group: GroupName::new(OTHER).unwrap_or_else(|_| GroupName::unnamed()),
         }
@@ -79,6 +81,11 @@ impl Stats {
             || Meter::new(group, event_type),
             || Meter::new(&self.other_group, OTHER),
         )
+    }
+
+    /// A batch was durable after this time.
+    pub(crate) fn committed(&self, after: Duration) {
+        self.commit.record(after);
     }
 
     /// The meter of published events of this type.

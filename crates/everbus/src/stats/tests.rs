@@ -41,6 +41,7 @@ fn every_series_has_its_name_its_labels_and_its_value() {
         (0..8).for_each(|_| meter.dead_lettered());
         (0..9).for_each(|_| meter.inbox_hit());
         (0..10).for_each(|_| meter.rejected());
+        stats.committed(2 * MS);
         let queue = stats.queue(&group("billing"));
         queue.set(12);
         let breaker = stats.breaker("payments");
@@ -99,7 +100,12 @@ fn every_series_has_its_name_its_labels_and_its_value() {
 
         let names = counters.map(|(name, ..)| name).into_iter();
         let names = names.chain(histograms.map(|(name, _)| name));
-        let names = names.chain(["everbus_queue_depth", "everbus_breaker_state"]);
+        let others = [
+            "everbus_queue_depth",
+            "everbus_breaker_state",
+            "everbus_commit_seconds",
+        ];
+        let names = names.chain(others);
         assert_eq!(recorder.names(), names.map(str::to_owned).collect());
     });
 }
@@ -181,7 +187,7 @@ fn every_series_is_described_once_with_its_unit() {
         stats.lag(&[info], &Streams::single(), now);
     });
     let all = recorder.0.lock();
-    assert_eq!(all.len(), 14);
+    assert_eq!(all.len(), 15);
     for (name, series) in &*all {
         let (unit, text) = series.described.as_ref().unwrap();
         let seconds = name.ends_with("_seconds");

@@ -10,6 +10,7 @@ use super::{Bus, Inner};
 #[cfg(feature = "overflow")]
 use crate::overflow;
 use crate::runtime::lag;
+use crate::runtime::pauses;
 use crate::runtime::retention;
 use crate::runtime::shutdown::{self, Shutdown};
 
@@ -25,6 +26,8 @@ impl Bus {
         let _ = self.inner.runtime.set(Handle::current());
         let shared = &self.inner.shared;
         shared.declare_streams().await?;
+        // Before the first handler runs: a group that is paused stays so across restarts.
+        pauses::load(shared).await;
         if !registry.start(shared) {
             return Ok(());
         }
@@ -41,6 +44,7 @@ impl Bus {
             registry.keep(tokio::spawn(pruning));
         }
         registry.keep(tokio::spawn(lag::show(shared.clone())));
+        registry.keep(tokio::spawn(pauses::follow(shared.clone())));
         Ok(())
     }
 

@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use everbus_core::{Appended, Class, Code, Error, Event, IntoEvent, REPLAY_OF, Result};
 
@@ -229,10 +230,14 @@ impl Shared {
         self.declare_streams().await?;
         // A metrics recorder is user code; a panic in it must not fail a publish whose event is stored.
         let counts = guard::contain(|| Published::new(&self.stats, &events));
+        let begun = Instant::now();
         let appended = self.engine.broker.append(events).await;
         match &appended {
             Ok(answers) => {
-                let _ = guard::contain(|| counts.map(|counts| counts.stored(answers)));
+                let _ = guard::contain(|| {
+                    self.stats.committed(begun.elapsed());
+                    counts.map(|counts| counts.stored(answers))
+                });
                 for error in answers.iter().filter_map(|answer| answer.as_ref().err()) {
                     self.fail_if_fatal(error);
                 }

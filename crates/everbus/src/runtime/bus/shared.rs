@@ -18,6 +18,7 @@ use crate::overflow::{self, Objects};
 use crate::runtime::circuits::Circuits;
 use crate::runtime::drops::Drops;
 use crate::runtime::options::BusOptions;
+use crate::runtime::pauses::Pauses;
 use crate::schema::Schemas;
 use crate::stats::Stats;
 
@@ -28,6 +29,8 @@ pub(crate) struct Shared {
     pub(crate) stats: Stats,
     pub(crate) circuits: Circuits,
     pub(crate) drops: Drops,
+    /// The groups that an operator has paused.
+    pub(crate) pauses: Pauses,
     /// The parts of the bus that handlers can reach.
     pub(crate) environment: Arc<Environment>,
     /// The object store for large payloads, if there is one.
@@ -65,6 +68,7 @@ impl Shared {
             stats: Stats::default(),
             circuits: Circuits::default(),
             drops: Drops::default(),
+            pauses: Pauses::default(),
             streams_declared: OnceCell::new(),
             schemas: RwLock::default(),
             validates: AtomicBool::new(false),

@@ -94,6 +94,10 @@ impl Runner {
         table: &mut MatchTable,
     ) -> Result<Fetched> {
         let plan = self.plan();
+        if self.shared.pauses.contains(&self.group) {
+            self.wait_for_resume(consuming).await?;
+            return Ok(Fetched::Nothing);
+        }
         let gate = plan.gate();
         if gate == Gate::Shut {
             self.wait_for_breakers(consuming, &plan).await?;
@@ -181,6 +185,16 @@ impl Runner {
                 self.queue.give_back(unknown, LONGEST_PAUSE);
             }
         }
+    }
+
+    /// While the group is paused it holds nothing and fetches nothing.
+    async fn wait_for_resume(&self, consuming: &mut Option<Consuming>) -> Result<()> {
+        self.queue.give_back_waiting();
+        if let Some(consuming) = consuming {
+            consuming.turn(Gate::Shut).await?;
+        }
+        self.changed.notified().await;
+        Ok(())
     }
 
     /// While a breaker of a critical handler is open, the group holds nothing and fetches nothing until the

@@ -79,6 +79,7 @@ impl Runner {
         let changed = Arc::new(Notify::new());
         let depth = shared.stats.queue(&group);
         shared.circuits.tell(&changed);
+        shared.pauses.tell(&changed);
         let runner = Arc::new(Self {
             pipeline: Pipeline {
                 shared: shared.clone(),

@@ -1,0 +1,447 @@
+//! Reading events: the history with filters and cursors, one event with everything that is known about it, and
+//! the tree of what caused what.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use axum::extract::{Path, State};
+use everbus::{
+    Bus, Code, Error, EventId, GroupState, HistoryQuery, Order, Pattern, Recorded, Timestamp,
+};
+use everbus_core::payloads::EventKey;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::Answer;
+use super::publish::{event_id, no_event};
+use super::shapes::{EventShape, GroupStateShape};
+use crate::auth::{Caller, Scope};
+use crate::body::Params;
+use crate::problem::Problem;
+use crate::routes::{Access, Route};
+use crate::state::AppState;
+
+/// A search that no index answers ends after this time, and says so.
+const BUDGET: Duration = Duration::from_secs(2);
+/// Events of a causal tree are looked for in this time after the event.
+const TREE_SPAN: Duration = Duration::from_secs(7 * 24 * 3600);
+/// A tree has at most this many events.
+const TREE_SIZE: usize = 500;
+/// A search reads pages of this size.
+const SEARCH_PAGE: usize = 1000;
+
+pub(super) fn routes() -> Vec<Route> {
+    let read = Access::Scope(Scope::Read);
+    vec![
+        Route::get("/v1/events", read, list)
+            .summary("Events by tenant, app, entity, type and time, page by page")
+            .query::<EventsQuery>()
+            .returns::<EventsPage>(200),
+        Route::get("/v1/events/{id}", read, show)
+            .summary(
+                "One event: its state in every group with each attempt, and its payload stages",
+            )
+            .query::<SourceQuery>()
+            .returns::<EventPage>(200),
+        Route::get("/v1/events/{id}/tree", read, tree)
+            .summary("What caused the event, and what it caused")
+            .query::<SourceQuery>()
+            .returns::<Tree>(200),
+    ]
+}
+
+/// Filters of the history. The eight combinations of tenant, app, entity and type have an index each.
+#[derive(Clone, Default, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct EventsQuery {
+    /// Only of this tenant.
+    pub(crate) tenant: Option<String>,
+    /// Only of this app.
+    pub(crate) app: Option<String>,
+    /// Only about this entity, as TYPE:ID.
+    pub(crate) entity: Option<String>,
+    /// Only types that match: `orders.order.placed`, `orders.*`, `orders.>`.
+    #[serde(rename = "type")]
+    pub(crate) event_type: Option<String>,
+    /// Only events received at or after this time.
+    #[schemars(with = "Option<String>")]
+    pub(crate) since: Option<Timestamp>,
+    /// Only events received at or before this time.
+    #[schemars(with = "Option<String>")]
+    pub(crate) until: Option<Timestamp>,
+    /// `newest` (the default) or `oldest` first.
+    pub(crate) order: Option<String>,
+    /// At most this many; 100 unless given, 1000 at most.
+    pub(crate) limit: Option<usize>,
+    /// Where to continue: `next` of the page before.
+    pub(crate) cursor: Option<String>,
+    /// Only events whose payload contains this text. No index answers it: the search ends after two seconds, and
+    /// `stopped` says so; continue with `next`.
+    pub(crate) contains: Option<String>,
+    /// Only events with this correlation id; searched like `contains`.
+    pub(crate) correlation_id: Option<String>,
+    /// Only events caused by this event; searched like `contains`.
+    pub(crate) causation_id: Option<String>,
+}
+
+/// A page of events.
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct EventsPage {
+    /// The events.
+    #[schemars(with = "Vec<EventShape>")]
+    pub(crate) items: Vec<Arc<Recorded>>,
+    /// The cursor of the next page, if there may be one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) next: Option<String>,
+    /// The search ended before it had looked at everything: its time was over. Continue with `next`.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) stopped: bool,
+    /// How the store answered: which indexes, or a scan.
+    pub(crate) plan: String,
+}
+
+impl EventsQuery {
+    /// The query of the store, in the bounds of the caller.
+    pub(crate) fn history(&self, caller: &Caller) -> Result<HistoryQuery, Problem> {
+        let mut query = HistoryQuery::default().limit(self.limit.unwrap_or(100));
+        if query.limit == 0 || query.limit > 1000 {
+            return Err(Problem::bad_request("the limit is between 1 and 1000"));
+        }
+        query.tenant = caller.tenant_filter(self.tenant.clone())?;
+        query.app.clone_from(&self.app);
+        if let Some(entity) = &self.entity {
+            let parts = entity.split_once(':').or_else(|| entity.split_once('#'));
+            let (kind, id) = parts.ok_or_else(|| {
+                Problem::bad_request("an entity is written TYPE:ID, such as ORDER:123")
+            })?;
+            query = query.entity(kind, id);
+        }
+        if let Some(pattern) = &self.event_type {
+            query = query.types(Pattern::new(&everbus::streams::canonical(pattern))?);
+        }
+        (query.since, query.until) = (self.since, self.until);
+        query.order = match self.order.as_deref() {
+            None | Some("newest") => Order::Newest,
+            Some("oldest") => Order::Oldest,
+            Some(_) => return Err(Problem::bad_request("the order is newest or oldest")),
+        };
+        if let Some(cursor) = self.cursor.as_deref().filter(|cursor| !cursor.is_empty()) {
+            query = query.after(cursor.parse()?);
+        }
+        query.validate()?;
+        Ok(query)
+    }
+
+    /// Whether it has a filter that no index answers.
+    fn searches(&self) -> bool {
+        self.contains.is_some() || self.correlation_id.is_some() || self.causation_id.is_some()
+    }
+
+    fn matches(&self, record: &Recorded) -> bool {
+        let event = &record.event;
+        let causation = event.attributes().and_then(|a| a.causation_id.as_deref());
+        let correlates = |id: &String| event.correlation_id() == id.as_str();
+        self.correlation_id.as_ref().is_none_or(correlates)
+            && self
+                .causation_id
+                .as_ref()
+                .is_none_or(|id| causation == Some(id.as_str()))
+            && self
+                .contains
+                .as_ref()
+                .is_none_or(|text| contains(event.payload(), text.as_bytes()))
+    }
+}
+
+/// Whether the bytes contain the text, whatever the case of ASCII letters.
+fn contains(bytes: &[u8], text: &[u8]) -> bool {
+    text.is_empty()
+        || bytes
+            .windows(text.len())
+            .any(|window| window.eq_ignore_ascii_case(text))
+}
+
+/// One page of events; also what the dashboard shows.
+pub(crate) async fn page(
+    bus: &Bus,
+    caller: &Caller,
+    query: &EventsQuery,
+) -> Result<EventsPage, Problem> {
+    let history = query.history(caller)?;
+    if !query.searches() {
+        let page = bus.history()?.query(history).await?;
+        return Ok(EventsPage {
+            items: page.items,
+            next: page.next.map(|cursor| cursor.to_string()),
+            stopped: false,
+            plan: page.plan,
+        });
+    }
+    search(bus, query, history).await
+}
+
+/// Reads pages until enough events match, the history ends, or the time is over.
+async fn search(
+    bus: &Bus,
+    query: &EventsQuery,
+    mut history: HistoryQuery,
+) -> Result<EventsPage, Problem> {
+    let (began, wanted) = (Instant::now(), history.limit);
+    let mut found = Vec::new();
+    history.limit = SEARCH_PAGE;
+    loop {
+        let page = bus.history()?.query(history.clone()).await?;
+        for record in &page.items {
+            if query.matches(record) {
+                found.push(record.clone());
+            }
+            if found.len() == wanted {
+                let next = history.cursor_after(record.position);
+                return Ok(EventsPage {
+                    items: found,
+                    next: Some(next.to_string()),
+                    stopped: false,
+                    plan: page.plan,
+                });
+            }
+        }
+        let over = began.elapsed() >= BUDGET;
+        match page.next {
+            Some(next) if !over => history.cursor = Some(next),
+            next => {
+                return Ok(EventsPage {
+                    items: found,
+                    stopped: next.is_some(),
+                    next: next.map(|cursor| cursor.to_string()),
+                    plan: page.plan,
+                });
+            }
+        }
+    }
+}
+
+async fn list(
+    State(state): State<AppState>,
+    caller: Caller,
+    Params(query): Params<EventsQuery>,
+) -> Result<Answer<EventsPage>, Problem> {
+    page(state.bus(), &caller, &query).await.map(Answer)
+}
+
+#[derive(Default, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+struct SourceQuery {
+    /// The source of an event whose id is not a UUID.
+    source: Option<String>,
+}
+
+/// Everything that is known about one event.
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct EventPage {
+    /// The event.
+    #[schemars(with = "EventShape")]
+    pub(crate) event: Arc<Recorded>,
+    /// Why the large part of the payload is missing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) payload_error: Option<String>,
+    /// Its state in every group, with each failed attempt.
+    #[schemars(with = "Vec<GroupStateShape>")]
+    pub(crate) groups: Vec<Value>,
+    /// The same states, for the pages.
+    #[serde(skip)]
+    pub(crate) states: Vec<(String, GroupState)>,
+    /// What the payload looked like at each step on its way.
+    #[schemars(with = "Vec<serde_json::Value>")]
+    pub(crate) stages: Vec<Value>,
+}
+
+/// Finds an event that the caller may see.
+pub(crate) async fn find(
+    bus: &Bus,
+    caller: &Caller,
+    id: &str,
+    source: Option<&str>,
+) -> Result<Arc<Recorded>, Problem> {
+    let found = bus.lookup()?.find(event_id(id, source)).await?;
+    let mut seen = found.into_iter().filter(|r| caller.sees(r.event.tenant()));
+    seen.next().ok_or_else(|| no_event(id))
+}
+
+/// One event with its states and stages; also what the dashboard shows.
+pub(crate) async fn one(
+    bus: &Bus,
+    caller: &Caller,
+    id: &str,
+    source: Option<&str>,
+) -> Result<EventPage, Problem> {
+    let record = find(bus, caller, id, source).await?;
+    let (event, payload_error) = match bus.whole(&record).await {
+        Ok(whole) => (whole, None),
+        Err(error) => (record.clone(), Some(error.to_string())),
+    };
+    let states = bus.lookup()?.states(record.position).await?;
+    let states: Vec<(String, GroupState)> = states
+        .into_iter()
+        .filter_map(|state| Some((caller.group_beside_event(&state.group)?, state)))
+        .collect();
+    let groups = states.iter().map(|(name, state)| {
+        let mut value = serde_json::to_value(state).unwrap_or_default();
+        value["group"] = json!(name);
+        value
+    });
+    let groups = groups.collect();
+    Ok(EventPage {
+        stages: stages(bus, &record).await?,
+        event,
+        payload_error,
+        groups,
+        states,
+    })
+}
+
+/// The payload stages of an event; none on an engine that keeps none.
+async fn stages(bus: &Bus, record: &Recorded) -> Result<Vec<Value>, Problem> {
+    let stages = match bus.payloads().get(EventKey::of(&record.event)).await {
+        Ok(stages) => stages,
+        Err(error) if error.code() == Code::Unsupported => return Ok(Vec::new()),
+        Err(error) => return Err(error.into()),
+    };
+    let shown = stages.iter().map(|stage| {
+        let mut value = serde_json::to_value(&stage.info).unwrap_or_default();
+        match stage.bytes() {
+            Ok(bytes) => match serde_json::from_slice::<Value>(&bytes) {
+                Ok(content) => value["content"] = content,
+                Err(_) => value["content"] = json!(String::from_utf8_lossy(&bytes)),
+            },
+            Err(error) => value["error"] = json!(error.to_string()),
+        }
+        value
+    });
+    Ok(shown.collect())
+}
+
+async fn show(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(id): Path<String>,
+    Params(query): Params<SourceQuery>,
+) -> Result<Answer<EventPage>, Problem> {
+    let page = one(state.bus(), &caller, &id, query.source.as_deref()).await?;
+    Ok(Answer(page))
+}
+
+/// What caused an event, and what it caused.
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct Tree {
+    /// The event that was asked for.
+    pub(crate) id: String,
+    /// The event without a cause that everything began with, or the earliest that is still stored.
+    pub(crate) root: String,
+    /// Every event of the tree, oldest first. `causation_id` of each names its parent.
+    #[schemars(with = "Vec<EventShape>")]
+    pub(crate) items: Vec<Arc<Recorded>>,
+    /// The search ended before it had looked at everything.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) stopped: bool,
+}
+
+async fn tree(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(id): Path<String>,
+    Params(query): Params<SourceQuery>,
+) -> Result<Answer<Tree>, Problem> {
+    let tree = causal_tree(state.bus(), &caller, &id, query.source.as_deref()).await?;
+    Ok(Answer(tree))
+}
+
+/// The causal tree: up by the ids of causes, down by searching the events of the same correlation.
+pub(crate) async fn causal_tree(
+    bus: &Bus,
+    caller: &Caller,
+    id: &str,
+    source: Option<&str>,
+) -> Result<Tree, Problem> {
+    let asked = find(bus, caller, id, source).await?;
+    let mut root = asked.clone();
+    let mut above = vec![root.clone()];
+    let mut seen: HashSet<EventId> = HashSet::from([root.event.id()]);
+    while let Some(cause) = cause_of(&root) {
+        let Ok(cause) = cause.parse::<EventId>() else {
+            break;
+        };
+        let found = bus.lookup()?.find(cause).await?;
+        let mut found = found.into_iter().filter(|r| caller.sees(r.event.tenant()));
+        match found.next() {
+            Some(found) if seen.insert(cause) && above.len() < TREE_SIZE => {
+                root = found.clone();
+                above.push(found);
+            }
+            _ => break,
+        }
+    }
+    let below = descendants(bus, caller, &root).await?;
+    let mut all: BTreeMap<_, _> = above
+        .into_iter()
+        .chain(below.0)
+        .map(|record| ((record.received_at, record.event.id().to_string()), record))
+        .collect();
+    let mut items: Vec<Arc<Recorded>> = Vec::with_capacity(all.len());
+    while let Some((_, record)) = all.pop_first() {
+        items.push(record);
+    }
+    Ok(Tree {
+        id: asked.event.id().to_string(),
+        root: root.event.id().to_string(),
+        items,
+        stopped: below.1,
+    })
+}
+
+fn cause_of(record: &Recorded) -> Option<&str> {
+    record.event.attributes()?.causation_id.as_deref()
+}
+
+/// The events that a root caused, directly or not. They share its correlation id and come after it.
+async fn descendants(
+    bus: &Bus,
+    caller: &Caller,
+    root: &Recorded,
+) -> Result<(Vec<Arc<Recorded>>, bool), Problem> {
+    let query = EventsQuery {
+        correlation_id: Some(root.event.correlation_id().into_owned()),
+        since: Some(root.received_at),
+        until: Some(root.received_at.plus(TREE_SPAN)),
+        order: Some("oldest".to_owned()),
+        tenant: root.event.tenant().map(str::to_owned),
+        ..EventsQuery::default()
+    };
+    let mut history = query.history(caller)?;
+    history.limit = TREE_SIZE;
+    let page = search(bus, &query, history).await?;
+    let stopped = page.stopped || page.items.len() == TREE_SIZE;
+    let mut by_cause: HashMap<String, Vec<Arc<Recorded>>> = HashMap::new();
+    for record in page.items {
+        if let Some(cause) = cause_of(&record) {
+            by_cause.entry(cause.to_owned()).or_default().push(record);
+        }
+    }
+    let mut below = Vec::new();
+    let mut open = vec![root.event.id().to_string()];
+    while let Some(id) = open.pop() {
+        for record in by_cause.remove(&id).unwrap_or_default() {
+            open.push(record.event.id().to_string());
+            below.push(record);
+        }
+    }
+    Ok((below, stopped))
+}
+
+/// The error of a group that does not exist, or that belongs to another tenant.
+pub(super) fn no_group(name: &str) -> Problem {
+    Error::new(Code::GroupNotFound, format!("there is no group {name:?}"))
+        .hint("GET /v1/groups lists them")
+        .into()
+}

@@ -1,0 +1,69 @@
+//! The HTTP API, a file per topic.
+
+pub(crate) mod dead_letters;
+pub(crate) mod events;
+pub(crate) mod groups;
+mod health;
+mod login;
+pub(crate) mod publish;
+pub(crate) mod pull;
+pub(crate) mod replays;
+mod shapes;
+pub(crate) mod system;
+mod tokens;
+mod webhooks;
+
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use serde::Serialize;
+
+use crate::routes::Route;
+
+/// Every route of the API.
+pub(crate) fn routes() -> Vec<Route> {
+    let mut routes = Vec::new();
+    routes.extend(publish::routes());
+    routes.extend(events::routes());
+    routes.extend(dead_letters::routes());
+    routes.extend(groups::routes());
+    routes.extend(pull::routes());
+    routes.extend(webhooks::routes());
+    routes.extend(replays::routes());
+    routes.extend(system::routes());
+    routes.extend(health::routes());
+    routes.extend(login::routes());
+    routes.extend(tokens::routes());
+    routes
+}
+
+/// An answer in JSON.
+pub(crate) struct Answer<T>(pub(crate) T);
+
+impl<T: Serialize> IntoResponse for Answer<T> {
+    fn into_response(self) -> Response {
+        match serde_json::to_vec(&self.0) {
+            Ok(body) => {
+                let kind = HeaderValue::from_static("application/json");
+                ([(header::CONTENT_TYPE, kind)], body).into_response()
+            }
+            Err(error) => {
+                tracing::error!(target: "everbus::http", %error, "an answer could not be written");
+                StatusCode::INTERNAL_SERVER_ERROR.into_response()
+            }
+        }
+    }
+}
+
+/// A text for a query: everything but letters, digits and `-._~/` as `%XX`.
+pub(crate) fn percent_encoded(text: &str) -> String {
+    let mut encoded = String::with_capacity(text.len());
+    for byte in text.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
+                encoded.push(char::from(byte));
+            }
+            _ => encoded.push_str(&format!("%{byte:02X}")),
+        }
+    }
+    encoded
+}

@@ -1,0 +1,488 @@
+//! `POST /v1/events`: one event, a batch, or a stream of lines; native, CloudEvents, or another dialect.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use axum::body::{Body, BodyDataStream};
+use axum::extract::{FromRequest as _, Request, State};
+use axum::response::{IntoResponse, Response};
+use bytes::{Bytes, BytesMut};
+use everbus::dialects::{self, cloudevents};
+use everbus::{Attributes, Code, Dialect, Entity, Error, Event, EventId, Receipt, Timestamp};
+use futures_util::StreamExt as _;
+use http::{HeaderMap, StatusCode, header};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::Answer;
+use crate::auth::{Caller, Scope};
+use crate::body::{Params, Received, essence, from_json, unsupported};
+use crate::problem::Problem;
+use crate::routes::{Access, Route};
+use crate::state::AppState;
+
+/// A stream of lines is published in chunks of at most this many events.
+const CHUNK: usize = 1000;
+/// A chunk is published when its lines have this many bytes.
+const CHUNK_BYTES: usize = 1 << 20;
+
+pub(super) fn routes() -> Vec<Route> {
+    vec![
+        Route::post("/v1/events", Access::Scope(Scope::Publish), publish)
+            .summary("Publishes events: one, a batch (all or none), or a stream of lines")
+            .query::<PublishQuery>()
+            .json::<NewEvents>()
+            .accepts("application/x-ndjson")
+            .accepts("application/cloudevents+json")
+            .accepts("application/cloudevents-batch+json")
+            .returns::<Published>(201),
+    ]
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct PublishQuery {
+    /// The dialect of a JSON body: native, cloudevents, omni, workflow, outbox or framework.
+    #[serde(default)]
+    dialect: Option<String>,
+    /// The type beside a document that has none.
+    #[serde(default, rename = "type")]
+    event_type: Option<String>,
+}
+
+/// One event or several.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[allow(dead_code, reason = "only its schema is used")]
+enum NewEvents {
+    /// One.
+    One(Box<NewEvent>),
+    /// Several, stored together or not at all.
+    Batch(Vec<NewEvent>),
+}
+
+/// An event to publish. Only the type is required.
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct NewEvent {
+    /// A UUID, or any text that is unique for the source. Publishing the same id again stores nothing: give one if
+    /// the request may have to be repeated.
+    #[serde(default)]
+    id: Option<String>,
+    /// `domain.entity.action`, such as `orders.order.placed`.
+    #[serde(rename = "type")]
+    event_type: String,
+    /// The version of the payload; 1 unless given.
+    #[serde(default)]
+    version: Option<u32>,
+    /// When it happened; now unless given.
+    #[serde(default)]
+    #[schemars(with = "Option<String>")]
+    occurred_at: Option<Timestamp>,
+    /// Who emitted it.
+    #[serde(default)]
+    source: Option<String>,
+    /// The app that it belongs to.
+    #[serde(default)]
+    app: Option<String>,
+    /// The tenant. A token of a tenant sets it; another one is refused.
+    #[serde(default)]
+    tenant: Option<String>,
+    /// What it is about.
+    #[serde(default)]
+    #[schemars(with = "Option<super::shapes::EntityShape>")]
+    entity: Option<Entity>,
+    /// Events with the same key keep their order.
+    #[serde(default)]
+    key: Option<String>,
+    /// Links everything that one request caused; by default the X-Request-ID of the request.
+    #[serde(default)]
+    correlation_id: Option<String>,
+    /// The event that caused it.
+    #[serde(default)]
+    causation_id: Option<String>,
+    /// Not delivered before this time.
+    #[serde(default)]
+    #[schemars(with = "Option<String>")]
+    not_before: Option<Timestamp>,
+    /// Skipped if it was not handled by then.
+    #[serde(default)]
+    #[schemars(with = "Option<String>")]
+    expires_at: Option<Timestamp>,
+    /// Texts beside the payload.
+    #[serde(default)]
+    metadata: BTreeMap<String, String>,
+    /// The payload: any JSON value, kept as it is written.
+    #[serde(default)]
+    #[schemars(with = "serde_json::Value")]
+    payload: Option<Box<RawValue>>,
+}
+
+impl NewEvent {
+    fn into_event(self) -> Result<Event, Error> {
+        let mut builder = Event::builder(self.event_type);
+        if let Some(source) = &self.source {
+            builder = builder.source(source);
+        }
+        if let Some(id) = self.id {
+            builder = builder.foreign_id(id);
+        }
+        if let Some(version) = self.version {
+            builder = builder.version(version);
+        }
+        if let Some(at) = self.occurred_at {
+            builder = builder.occurred_at(at);
+        }
+        if let Some(app) = self.app {
+            builder = builder.app(app);
+        }
+        if let Some(tenant) = self.tenant {
+            builder = builder.tenant(tenant);
+        }
+        if let Some(entity) = self.entity {
+            builder = builder.entity(entity.kind, entity.id);
+        }
+        if let Some(key) = self.key {
+            builder = builder.key(key);
+        }
+        if let Some(id) = self.correlation_id {
+            builder = builder.correlation_id(id);
+        }
+        if let Some(id) = self.causation_id {
+            builder = builder.causation_id(id);
+        }
+        if let Some(at) = self.not_before {
+            builder = builder.at(at);
+        }
+        if let Some(at) = self.expires_at {
+            builder = builder.expires_at(at);
+        }
+        for (key, value) in self.metadata {
+            builder = builder.meta(key, value);
+        }
+        if let Some(payload) = self.payload {
+            let text: Box<str> = payload.into();
+            builder = builder.payload(Bytes::from(text.into_boxed_bytes()));
+        }
+        builder.build()
+    }
+}
+
+/// What was stored.
+#[derive(Serialize, JsonSchema)]
+struct Published {
+    /// One for each event, in their order. Left out for a stream of lines.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    items: Vec<Stored>,
+    /// How many events were stored, or were there already.
+    published: u64,
+    /// How many of these were there already.
+    duplicates: u64,
+}
+
+/// One event that is durable now.
+#[derive(Serialize, JsonSchema)]
+struct Stored {
+    /// Its id.
+    id: String,
+    /// Its place in the log.
+    #[schemars(with = "serde_json::Value")]
+    seq: everbus::Position,
+    /// When it was stored.
+    #[schemars(with = "String")]
+    received_at: Timestamp,
+    /// It was there already; nothing was stored.
+    duplicate: bool,
+}
+
+impl Stored {
+    fn of(receipt: &Receipt) -> Self {
+        Self {
+            id: receipt.id().to_string(),
+            seq: receipt.position(),
+            received_at: receipt.received_at(),
+            duplicate: receipt.is_duplicate(),
+        }
+    }
+}
+
+async fn publish(
+    State(state): State<AppState>,
+    caller: Caller,
+    Params(query): Params<PublishQuery>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let kind = essence(request.headers());
+    if matches!(
+        kind.as_str(),
+        "application/x-ndjson" | "application/ndjson" | "application/jsonl"
+    ) {
+        // A compressed body is bounded, so it is read as a whole.
+        let body = match request.headers().contains_key(header::CONTENT_ENCODING) {
+            true => Body::from(Received::from_request(request, &state).await?.bytes),
+            false => request.into_body(),
+        };
+        let published = lines(&state, &caller, body).await?;
+        return Ok((StatusCode::CREATED, Answer(published)).into_response());
+    }
+    let received = Received::from_request(request, &state).await?;
+    let events = read(&received, &kind, &query)?;
+    if events.len() > state.options().limits.batch {
+        let what = format!(
+            "more than {} events in one request",
+            state.options().limits.batch
+        );
+        return Err(
+            Problem::new(StatusCode::PAYLOAD_TOO_LARGE, "BatchTooLarge", what)
+                .hint("send several requests, or a stream of lines (application/x-ndjson)"),
+        );
+    }
+    let events = of_tenant(&caller, events)?;
+    let receipts = state.bus().publish_batch(events).await?;
+    let items: Vec<Stored> = receipts.iter().map(Stored::of).collect();
+    let published = Published {
+        published: items.len() as u64,
+        duplicates: items.iter().filter(|item| item.duplicate).count() as u64,
+        items,
+    };
+    Ok((StatusCode::CREATED, Answer(published)).into_response())
+}
+
+/// The events of a body.
+fn read(received: &Received, kind: &str, query: &PublishQuery) -> Result<Vec<Event>, Problem> {
+    let body = &received.bytes;
+    let dialect = match &query.dialect {
+        Some(name) => Some(name.parse::<Dialect>()?),
+        None => None,
+    };
+    let is_cloud = received.headers.contains_key("ce-specversion");
+    match kind {
+        "application/cloudevents+json" | "application/cloudevents" => {
+            Ok(vec![dialects::decode(body, Dialect::CloudEvents)?])
+        }
+        "application/cloudevents-batch+json" => each(body, |one| {
+            Ok(dialects::decode(
+                one.get().as_bytes(),
+                Dialect::CloudEvents,
+            )?)
+        }),
+        _ if is_cloud => Ok(vec![cloudevents::from_http(
+            &cloud_headers(&received.headers)?,
+            body,
+        )?]),
+        "application/json" => {
+            let read = |one: &RawValue| match dialect {
+                None => from_json::<NewEvent>(one.get().as_bytes())?
+                    .into_event()
+                    .map_err(Problem::from),
+                Some(dialect) => document(one, dialect, query.event_type.as_deref()),
+            };
+            if body.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[') {
+                return each(body, read);
+            }
+            let one: &RawValue = serde_json::from_slice(body)
+                .map_err(|e| Problem::bad_request(format!("the body cannot be read: {e}")))?;
+            Ok(vec![read(one)?])
+        }
+        other => Err(unsupported(
+            other,
+            "application/json, application/x-ndjson, application/cloudevents+json, application/cloudevents-batch+json",
+        )),
+    }
+}
+
+fn document(one: &RawValue, dialect: Dialect, event_type: Option<&str>) -> Result<Event, Problem> {
+    let beside = dialects::Beside {
+        event_type,
+        ..dialects::Beside::default()
+    };
+    Ok(dialects::decode_beside(
+        one.get().as_bytes(),
+        dialect,
+        &beside,
+    )?)
+}
+
+/// The elements of a list, each read by `read`; an error names the element.
+fn each(
+    body: &[u8],
+    read: impl Fn(&RawValue) -> Result<Event, Problem>,
+) -> Result<Vec<Event>, Problem> {
+    let all: Vec<&RawValue> = from_list(body)?;
+    let events = all.into_iter().enumerate();
+    events
+        .map(|(index, one)| read(one).map_err(|problem| problem.at(index)))
+        .collect()
+}
+
+fn from_list(body: &[u8]) -> Result<Vec<&RawValue>, Problem> {
+    serde_json::from_slice(body)
+        .map_err(|e| Problem::bad_request(format!("the body cannot be read: {e}")))
+}
+
+/// The headers of a CloudEvent in binary mode.
+fn cloud_headers(headers: &HeaderMap) -> Result<cloudevents::Headers, Problem> {
+    let wanted = headers
+        .iter()
+        .filter(|(name, _)| name.as_str().starts_with("ce-") || *name == "content-type");
+    wanted
+        .map(|(name, value)| {
+            let value = value.to_str().map_err(|_| {
+                Problem::bad_request(format!("the header {name} is not printable ASCII"))
+            })?;
+            Ok((name.as_str().to_owned(), value.to_owned()))
+        })
+        .collect()
+}
+
+/// Gives the events the tenant of the caller. An event of another tenant is refused, not changed.
+fn of_tenant(caller: &Caller, events: Vec<Event>) -> Result<Vec<Event>, Problem> {
+    let Some(tenant) = caller.tenant() else {
+        return Ok(events);
+    };
+    let events = events.into_iter().enumerate();
+    events
+        .map(|(index, event)| match event.tenant() {
+            Some(own) if own == tenant => Ok(event),
+            Some(_) => Err(Problem::forbidden("the event belongs to another tenant").at(index)),
+            None => with_tenant(&event, tenant).map_err(|e| Problem::from(e).at(index)),
+        })
+        .collect()
+}
+
+fn with_tenant(event: &Event, tenant: &str) -> Result<Event, Error> {
+    let attributes = event.attributes().cloned().unwrap_or_default();
+    let mut builder = Event::builder(event.type_arc().clone())
+        .version(event.version())
+        .occurred_at(event.occurred_at())
+        .payload(event.payload().clone())
+        .attributes(Attributes {
+            tenant: Some(tenant.to_owned()),
+            ..attributes
+        });
+    if !event.has_made_id() {
+        builder = builder.id(event.id());
+    }
+    builder.build()
+}
+
+/// Publishes a stream of lines, chunk by chunk, as they arrive. Every line before a bad one is published, no line
+/// after it.
+async fn lines(state: &AppState, caller: &Caller, body: Body) -> Result<Published, Problem> {
+    let limits = &state.options().limits;
+    let mut reading = Lines {
+        stream: body.into_data_stream(),
+        buffer: BytesMut::new(),
+        most: limits.body,
+        patience: limits.body_timeout,
+        ended: false,
+    };
+    let mut done = Published {
+        items: Vec::new(),
+        published: 0,
+        duplicates: 0,
+    };
+    let mut number = 0;
+    loop {
+        let (chunk, failed) = reading.chunk().await;
+        let mut events = Vec::with_capacity(chunk.len());
+        let mut bad = failed;
+        for line in &chunk {
+            number += 1;
+            if line.iter().all(u8::is_ascii_whitespace) {
+                continue;
+            }
+            let event = from_json::<NewEvent>(line).and_then(|e| Ok(e.into_event()?));
+            let event = event.and_then(|event| of_tenant(caller, vec![event]));
+            match event {
+                Ok(event) => events.extend(event),
+                Err(problem) => {
+                    bad = Some(problem.at(number - 1));
+                    break;
+                }
+            }
+        }
+        if !events.is_empty() {
+            let receipts = state.bus().publish_batch(events).await?;
+            done.published += receipts.len() as u64;
+            done.duplicates += receipts.iter().filter(|r| r.is_duplicate()).count() as u64;
+        }
+        if let Some(problem) = bad {
+            let before = format!("the {} events before it are stored", done.published);
+            return Err(problem.hint(before));
+        }
+        if reading.ended {
+            return Ok(done);
+        }
+    }
+}
+
+/// Splits a body into lines, with bounded memory.
+struct Lines {
+    stream: BodyDataStream,
+    buffer: BytesMut,
+    most: usize,
+    patience: Duration,
+    ended: bool,
+}
+
+impl Lines {
+    /// The lines that have arrived, at least one unless the body has ended; and what is wrong with the rest.
+    async fn chunk(&mut self) -> (Vec<Bytes>, Option<Problem>) {
+        let (mut lines, mut bytes) = (Vec::new(), 0);
+        loop {
+            while let Some(end) = self.buffer.iter().position(|b| *b == b'\n') {
+                let line = self.buffer.split_to(end + 1).freeze();
+                bytes += line.len();
+                lines.push(line);
+                if lines.len() >= CHUNK || bytes >= CHUNK_BYTES {
+                    return (lines, None);
+                }
+            }
+            if self.buffer.len() > self.most {
+                let what = format!("a line has more than {} bytes", self.most);
+                let status = StatusCode::PAYLOAD_TOO_LARGE;
+                return (lines, Some(Problem::new(status, "BodyTooLarge", what)));
+            }
+            // What is there is published before more is waited for.
+            let next = self.stream.next();
+            let patience = if lines.is_empty() {
+                self.patience
+            } else {
+                Duration::ZERO
+            };
+            match tokio::time::timeout(patience, next).await {
+                Ok(Some(Ok(data))) => self.buffer.extend_from_slice(&data),
+                Ok(Some(Err(_))) => {
+                    return (lines, Some(Problem::bad_request("the body ended early")));
+                }
+                Ok(None) => {
+                    self.ended = true;
+                    if !self.buffer.is_empty() {
+                        lines.push(self.buffer.split().freeze());
+                    }
+                    return (lines, None);
+                }
+                Err(_) if !lines.is_empty() => return (lines, None),
+                Err(_) => {
+                    let what = "the next line did not arrive in time";
+                    let status = StatusCode::REQUEST_TIMEOUT;
+                    return (lines, Some(Problem::new(status, "BodyTimeout", what)));
+                }
+            }
+        }
+    }
+}
+
+/// An id as a client writes it: a UUID, or a foreign id with its source.
+pub(crate) fn event_id(text: &str, source: Option<&str>) -> EventId {
+    EventId::from_foreign(source.unwrap_or_default(), text)
+}
+
+/// The error of an event that does not exist, or that the caller may not see: the two look the same.
+pub(super) fn no_event(id: &str) -> Problem {
+    Error::new(Code::NotFound, format!("there is no event {id:?}"))
+        .hint("an id that is not a UUID also needs ?source=, the source it was published with")
+        .into()
+}

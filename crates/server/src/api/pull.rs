@@ -1,0 +1,493 @@
+//! Consumers over HTTP: a client fetches events under leases, settles each, and extends a lease while it works.
+//!
+//! A lease is an opaque text that the server signs. It names the delivery for the engine, so any server of the store
+//! settles it, and a client can neither make one up nor use it for another group.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::extract::{Path, State};
+use data_encoding::BASE64URL_NOPAD;
+use everbus::config::Delivery as ConfiguredDelivery;
+use everbus::{
+    Bus, Clock as _, Code, Error, Failure, FailureKind, GroupName, Pattern, Recorded, RetryPolicy,
+    StartFrom, SystemClock,
+};
+use everbus_core::{
+    ConsumeOptions, Delivery, GroupSpec, Lease, Settlement, SubscriptionSpec, Verdict,
+};
+use ring::hmac;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::Answer;
+use super::events::no_group;
+use super::shapes::EventShape;
+use crate::auth::{Caller, Scope, TOKENS_BUCKET, check_new_group, tenant_of_group};
+use crate::body::Input;
+use crate::consumers::OTHER_TENANT;
+use crate::problem::Problem;
+use crate::routes::{Access, Route};
+use crate::state::AppState;
+
+/// A client that gives no lease gets this one.
+const LEASE: Duration = Duration::from_secs(30);
+const LONGEST_LEASE: Duration = Duration::from_secs(12 * 3600);
+/// A long poll ends after this time.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+const MOST_EVENTS: usize = 1000;
+/// The name of the handler in the record of a failure.
+const HANDLER: &str = "pull";
+const KEY: &str = "lease-key";
+
+pub(super) fn routes() -> Vec<Route> {
+    let consume = Access::Scope(Scope::Consume);
+    vec![
+        Route::post("/v1/groups/{name}/fetch", consume, fetch)
+            .summary("Fetches events of a group under leases; waits for the first one")
+            .json::<FetchRequest>()
+            .returns::<Fetched>(200),
+        Route::post("/v1/groups/{name}/settle", consume, settle)
+            .summary("Settles fetched events: ack, retry, dead, skip or release")
+            .json::<SettleRequest>()
+            .returns::<Settled>(200),
+        Route::post("/v1/groups/{name}/extend", consume, extend)
+            .summary("Extends leases while the client works")
+            .json::<ExtendRequest>()
+            .returns::<Settled>(200),
+    ]
+}
+
+#[derive(Default, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct FetchRequest {
+    /// Makes the group, or adds to its subscriptions: the patterns of the events it gets.
+    pub(crate) patterns: Vec<String>,
+    /// Where a new group begins: `new` (the default) or `first`.
+    pub(crate) start_from: Option<String>,
+    /// For a new group: events with the same key one after another.
+    pub(crate) ordered: bool,
+    /// At most this many; 1 unless given.
+    pub(crate) max: Option<usize>,
+    /// How long to wait for the first event; 0 unless given, 60000 at most.
+    pub(crate) wait_ms: u64,
+    /// How long the client has the events; 30000 unless given. Then they go to another client.
+    pub(crate) lease_ms: Option<u64>,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct Fetched {
+    /// The events, oldest first. Empty if none came in time.
+    items: Vec<Item>,
+}
+
+/// An event under a lease.
+#[derive(Serialize, JsonSchema)]
+pub(crate) struct Item {
+    /// The right to settle it.
+    pub(crate) lease: String,
+    /// From 1.
+    pub(crate) attempt: u32,
+    /// The event.
+    #[schemars(with = "EventShape")]
+    pub(crate) event: Arc<Recorded>,
+}
+
+/// What a lease says, signed by the server.
+#[derive(Serialize, Deserialize)]
+struct Ticket {
+    group: String,
+    position: String,
+    words: [u64; 2],
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    text: Option<String>,
+    attempt: u32,
+}
+
+async fn fetch(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(name): Path<String>,
+    Input(request): Input<FetchRequest>,
+) -> Result<Answer<Fetched>, Problem> {
+    let items = fetch_for(&state, &caller, &name, &request).await?;
+    Ok(Answer(Fetched { items }))
+}
+
+/// Fetches events of a group for a caller; also what the WebSocket does.
+pub(crate) async fn fetch_for(
+    state: &AppState,
+    caller: &Caller,
+    name: &str,
+    request: &FetchRequest,
+) -> Result<Vec<Item>, Problem> {
+    let bus = state.bus();
+    let group = caller.group(name)?;
+    if !request.patterns.is_empty() {
+        check_new_group(caller, name)?;
+        declare(bus, &group, request).await?;
+    }
+    let groups = bus.engine().broker.inspect().await?;
+    let known = groups.into_iter().find(|known| known.name == group);
+    let known = known.ok_or_else(|| no_group(name))?;
+    let handled = known.subscriptions.iter().map(|s| s.pattern.clone());
+    let options = Fetch {
+        handled: handled.collect(),
+        max: request.max.unwrap_or(1).clamp(1, MOST_EVENTS),
+        wait: Duration::from_millis(request.wait_ms).min(LONGEST_WAIT),
+        lease: lease(state, &group, request.lease_ms)?,
+        policy: policy(state, &group),
+        tenant: tenant_of_group(&group),
+    };
+    let deliveries = tokio::select! {
+        fetched = take(bus, &group, &options) => fetched?,
+        // The server ends: the client asks another one.
+        () = state.stopping() => Vec::new(),
+    };
+    let key = signing_key(bus).await?;
+    let mut items = Vec::with_capacity(deliveries.len());
+    for delivery in deliveries {
+        items.push(Item {
+            lease: ticket(&key, &group, &delivery),
+            attempt: delivery.attempt,
+            event: bus.whole(&delivery.record).await?,
+        });
+    }
+    Ok(items)
+}
+
+struct Fetch {
+    handled: Vec<Pattern>,
+    max: usize,
+    wait: Duration,
+    lease: Duration,
+    policy: RetryPolicy,
+    tenant: Option<String>,
+}
+
+/// Takes deliveries for a client. Events of other tenants are skipped, and events without an attempt left go to the
+/// dead letters; neither reaches the client.
+async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Delivery>, Error> {
+    if bus
+        .paused_groups()
+        .await
+        .is_ok_and(|paused| paused.contains_key(group))
+    {
+        tokio::time::sleep(options.wait).await;
+        return Ok(Vec::new());
+    }
+    let broker = &bus.engine().broker;
+    let consume = ConsumeOptions::new(options.handled.clone())
+        .prefetch(options.max)
+        .lease(options.lease);
+    let mut consumer = broker.consume(group.clone(), consume).await?;
+    let until = tokio::time::Instant::now() + options.wait;
+    let mut taken = Vec::new();
+    loop {
+        // A consumer needs a moment to claim even what is there already.
+        let patience = until.max(tokio::time::Instant::now() + FIRST_LOOK);
+        let fetched = tokio::time::timeout_at(patience, consumer.fetch(options.max)).await;
+        let fetched = match fetched {
+            Ok(fetched) => fetched?,
+            Err(_) => break,
+        };
+        let mut settled = Vec::new();
+        for delivery in fetched {
+            match refusal(&delivery, options) {
+                Some(verdict) => settled.push(Settlement::new(delivery.lease, verdict)),
+                None => taken.push(delivery),
+            }
+        }
+        if !settled.is_empty() {
+            broker.settle(settled).await?;
+        }
+        if !taken.is_empty() {
+            break;
+        }
+    }
+    consumer.close().await?;
+    Ok(taken)
+}
+
+/// How long a fetch without a wait looks.
+const FIRST_LOOK: Duration = Duration::from_millis(100);
+
+/// What becomes of a delivery that the client does not get.
+fn refusal(delivery: &Delivery, options: &Fetch) -> Option<Verdict> {
+    let event = &delivery.record.event;
+    if let Some(tenant) = &options.tenant
+        && event.tenant() != Some(tenant)
+    {
+        let reason = OTHER_TENANT.to_owned();
+        return Some(Verdict::Skip { reason });
+    }
+    (delivery.attempt > options.policy.max_attempts()).then_some(Verdict::Dead { failure: None })
+}
+
+async fn declare(bus: &Bus, group: &GroupName, request: &FetchRequest) -> Result<(), Problem> {
+    let mut subscriptions = Vec::new();
+    for pattern in &request.patterns {
+        let pattern = Pattern::new(&everbus::streams::canonical(pattern))?;
+        subscriptions.push(SubscriptionSpec {
+            name: pattern.as_str().to_owned(),
+            pattern,
+        });
+    }
+    let spec = GroupSpec {
+        start_from: match request.start_from.as_deref() {
+            None | Some("new") => StartFrom::New,
+            Some("first") => StartFrom::First,
+            Some(_) => return Err(Problem::bad_request("start_from is new or first")),
+        },
+        ordered: request.ordered,
+        subscriptions,
+        ..GroupSpec::new(group.clone())
+    };
+    bus.engine().broker.declare(spec).await?;
+    Ok(())
+}
+
+/// The settings of a group that the configuration file declares.
+fn configured<'a>(state: &'a AppState, group: &GroupName) -> Option<&'a everbus::config::Consumer> {
+    let consumers = &state.config()?.consumers;
+    let tenant = tenant_of_group(group);
+    consumers.iter().find(|consumer| {
+        let same = match &tenant {
+            Some(tenant) => {
+                consumer.tenant.as_ref() == Some(tenant)
+                    && group
+                        .as_str()
+                        .ends_with(&format!("/{}", consumer.group.as_str()))
+            }
+            None => consumer.tenant.is_none() && consumer.group == *group,
+        };
+        same && matches!(consumer.delivery, Some(ConfiguredDelivery::Pull(_)))
+    })
+}
+
+fn policy(state: &AppState, group: &GroupName) -> RetryPolicy {
+    let retry = configured(state, group).and_then(|consumer| consumer.retry);
+    retry.map(|retry| retry.policy()).unwrap_or_default()
+}
+
+fn lease(state: &AppState, group: &GroupName, asked: Option<u64>) -> Result<Duration, Problem> {
+    let configured = configured(state, group).and_then(|consumer| match &consumer.delivery {
+        Some(ConfiguredDelivery::Pull(pull)) => pull.lease,
+        _ => None,
+    });
+    let asked = asked.map(Duration::from_millis);
+    let lease = asked.or(configured).unwrap_or(LEASE);
+    if lease < Duration::from_millis(100) || lease > LONGEST_LEASE {
+        return Err(Problem::bad_request(
+            "a lease lasts from 100 ms to 12 hours",
+        ));
+    }
+    Ok(lease)
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct SettleRequest {
+    /// One for each event.
+    items: Vec<SettleItem>,
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct SettleItem {
+    /// The lease.
+    pub(crate) lease: String,
+    /// `ack`, `retry`, `dead`, `skip` or `release`.
+    pub(crate) verdict: String,
+    /// Why, for retry, dead and skip.
+    #[serde(default)]
+    pub(crate) error: Option<String>,
+    /// For retry and release: not before this many milliseconds. A retry waits by the policy unless given.
+    #[serde(default)]
+    pub(crate) after_ms: Option<u64>,
+}
+
+/// One answer for each lease, in their order.
+#[derive(Serialize, JsonSchema)]
+struct Settled {
+    items: Vec<SettledItem>,
+}
+
+#[derive(Serialize, JsonSchema)]
+struct SettledItem {
+    /// Whether it was applied.
+    ok: bool,
+    /// Why not: `LeaseLost` means that the lease had ended and another client has the event.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    code: Option<&'static str>,
+}
+
+impl Settled {
+    fn of(answers: Vec<Result<(), Error>>) -> Self {
+        let items = answers.into_iter().map(|answer| SettledItem {
+            ok: answer.is_ok(),
+            code: answer.err().map(|error| error.code().as_str()),
+        });
+        Self {
+            items: items.collect(),
+        }
+    }
+}
+
+async fn settle(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(name): Path<String>,
+    Input(request): Input<SettleRequest>,
+) -> Result<Answer<Settled>, Problem> {
+    let answers = settle_for(&state, &caller, &name, request.items).await?;
+    Ok(Answer(Settled::of(answers)))
+}
+
+/// Settles fetched events for a caller; also what the WebSocket does.
+pub(crate) async fn settle_for(
+    state: &AppState,
+    caller: &Caller,
+    name: &str,
+    items: Vec<SettleItem>,
+) -> Result<Vec<Result<(), Error>>, Problem> {
+    let group = caller.group(name)?;
+    let policy = policy(state, &group);
+    let key = signing_key(state.bus()).await?;
+    let mut settlements = Vec::with_capacity(items.len());
+    for item in items {
+        let (lease, attempt) = read_ticket(&key, &group, &item.lease)?;
+        let verdict = verdict(&item, attempt, &policy)?;
+        settlements.push(Settlement::new(lease, verdict));
+    }
+    Ok(state.bus().engine().broker.settle(settlements).await?)
+}
+
+fn verdict(item: &SettleItem, attempt: u32, policy: &RetryPolicy) -> Result<Verdict, Problem> {
+    let after = item.after_ms.map(Duration::from_millis);
+    let failure = |kind| Failure {
+        attempt,
+        at: SystemClock.now(),
+        kind,
+        handler: Some(HANDLER.to_owned()),
+        error: item
+            .error
+            .clone()
+            .unwrap_or_else(|| "the client gave no reason".to_owned()),
+        backtrace: None,
+        alone: false,
+        took: None,
+        worker: None,
+    };
+    Ok(match item.verdict.as_str() {
+        "ack" => Verdict::Ack,
+        "skip" => Verdict::Skip {
+            reason: item
+                .error
+                .clone()
+                .unwrap_or_else(|| "skipped by the client".to_owned()),
+        },
+        "dead" => Verdict::Dead {
+            failure: Some(failure(FailureKind::Permanent)),
+        },
+        "release" => Verdict::Release {
+            after: after.unwrap_or_default(),
+        },
+        "retry" => match policy.after_failure(attempt, fastrand::f64()) {
+            Some(delay) => Verdict::Retry {
+                after: after.unwrap_or(delay),
+                failure: failure(FailureKind::Error),
+            },
+            None => Verdict::Dead {
+                failure: Some(failure(FailureKind::Error)),
+            },
+        },
+        other => {
+            let what = format!("{other:?} is not a verdict");
+            return Err(Problem::bad_request(what).hint("ack, retry, dead, skip or release"));
+        }
+    })
+}
+
+#[derive(Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct ExtendRequest {
+    /// The leases.
+    leases: Vec<String>,
+    /// Each ends this many milliseconds from now.
+    by_ms: u64,
+}
+
+async fn extend(
+    State(state): State<AppState>,
+    caller: Caller,
+    Path(name): Path<String>,
+    Input(request): Input<ExtendRequest>,
+) -> Result<Answer<Settled>, Problem> {
+    let group = caller.group(&name)?;
+    let by = lease(&state, &group, Some(request.by_ms))?;
+    let key = signing_key(state.bus()).await?;
+    let mut leases = Vec::with_capacity(request.leases.len());
+    for text in &request.leases {
+        leases.push(read_ticket(&key, &group, text)?.0);
+    }
+    let answers = state.bus().engine().broker.extend(leases, by).await?;
+    Ok(Answer(Settled::of(answers)))
+}
+
+/// The key that signs leases. It is made once for a store, so that every server reads the leases of the others.
+async fn signing_key(bus: &Bus) -> Result<hmac::Key, Problem> {
+    let kv = bus.kv(TOKENS_BUCKET)?;
+    let bytes = match kv.get(KEY).await? {
+        Some(entry) => entry.value,
+        None => {
+            let mut fresh = [0_u8; 32];
+            getrandom::fill(&mut fresh)
+                .map_err(|e| Error::new(Code::OutOfResources, format!("no random bytes: {e}")))?;
+            match kv.put(KEY, fresh.to_vec()).if_absent().await {
+                Err(error) if error.code() != Code::RevisionConflict => return Err(error.into()),
+                _ => {}
+            }
+            let entry = kv.get(KEY).await?;
+            let missing = || Error::new(Code::Internal, "the key of the leases is missing");
+            entry.ok_or_else(missing)?.value
+        }
+    };
+    Ok(hmac::Key::new(hmac::HMAC_SHA256, &bytes))
+}
+
+fn ticket(key: &hmac::Key, group: &GroupName, delivery: &Delivery) -> String {
+    let lease = &delivery.lease;
+    let ticket = Ticket {
+        group: group.as_str().to_owned(),
+        position: lease.position().to_string(),
+        words: lease.words(),
+        text: lease.text().map(ToString::to_string),
+        attempt: delivery.attempt,
+    };
+    // Numbers and texts: serialising them cannot fail.
+    let body = serde_json::to_vec(&ticket).unwrap_or_default();
+    let tag = hmac::sign(key, &body);
+    format!(
+        "{}.{}",
+        BASE64URL_NOPAD.encode(&body),
+        BASE64URL_NOPAD.encode(tag.as_ref())
+    )
+}
+
+fn read_ticket(key: &hmac::Key, group: &GroupName, text: &str) -> Result<(Lease, u32), Problem> {
+    let bad = || Problem::bad_request("this is not a lease of the group");
+    let (body, tag) = text.split_once('.').ok_or_else(bad)?;
+    let body = BASE64URL_NOPAD.decode(body.as_bytes()).map_err(|_| bad())?;
+    let tag = BASE64URL_NOPAD.decode(tag.as_bytes()).map_err(|_| bad())?;
+    hmac::verify(key, &body, &tag).map_err(|_| bad())?;
+    let ticket: Ticket = serde_json::from_slice(&body).map_err(|_| bad())?;
+    if ticket.group != group.as_str() {
+        return Err(bad());
+    }
+    let mut lease = Lease::new(ticket.position.parse()?, ticket.words);
+    if let Some(text) = ticket.text {
+        lease = lease.with_text(text.into());
+    }
+    Ok((lease, ticket.attempt))
+}

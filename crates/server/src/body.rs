@@ -1,0 +1,196 @@
+//! Reading bodies and queries within their limits.
+
+use std::io::Read as _;
+use std::time::Duration;
+
+use axum::body::{Body, BodyDataStream};
+use axum::extract::{FromRequest, FromRequestParts, Query, Request};
+use bytes::{Bytes, BytesMut};
+use everbus_core::suggest::nearest;
+use futures_util::StreamExt as _;
+use http::{HeaderMap, StatusCode, header};
+use serde::de::DeserializeOwned;
+
+use crate::options::Limits;
+use crate::problem::Problem;
+use crate::state::AppState;
+
+/// Of a body that is too large at most this much is read and thrown away,
+const DISCARDED: usize = 32 << 20;
+/// for at most this long.
+const DISCARDING: Duration = Duration::from_secs(2);
+
+/// The body of a request, decompressed, and its content type.
+pub(crate) struct Received {
+    pub(crate) headers: HeaderMap,
+    pub(crate) bytes: Bytes,
+}
+
+impl Received {
+    /// The content type without parameters, in lower case.
+    pub(crate) fn essence(&self) -> String {
+        essence(&self.headers)
+    }
+}
+
+/// The content type without parameters, in lower case.
+pub(crate) fn essence(headers: &HeaderMap) -> String {
+    let kind = headers.get(header::CONTENT_TYPE);
+    let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+    let essence = kind.split(';').next().unwrap_or_default();
+    essence.trim().to_ascii_lowercase()
+}
+
+impl FromRequest<AppState> for Received {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, state: &AppState) -> Result<Self, Problem> {
+        let (parts, body) = request.into_parts();
+        let bytes = read(body, &parts.headers, &state.options().limits).await?;
+        Ok(Self {
+            headers: parts.headers,
+            bytes,
+        })
+    }
+}
+
+/// A JSON body. An empty one is an empty object.
+pub(crate) struct Input<T>(pub(crate) T);
+
+impl<T: DeserializeOwned> FromRequest<AppState> for Input<T> {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, state: &AppState) -> Result<Self, Problem> {
+        let received = Received::from_request(request, state).await?;
+        if received.bytes.is_empty() {
+            return from_json(b"{}").map(Self);
+        }
+        match received.essence().as_str() {
+            "application/json" => from_json(&received.bytes).map(Self),
+            other => Err(unsupported(other, "application/json")),
+        }
+    }
+}
+
+/// The parameters of the query. Unknown ones are refused: a misspelt filter would match everything.
+pub(crate) struct Params<T>(pub(crate) T);
+
+impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Params<T> {
+    type Rejection = Problem;
+
+    async fn from_request_parts(parts: &mut http::request::Parts, _: &S) -> Result<Self, Problem> {
+        let query = Query::try_from_uri(&parts.uri).map_err(|e| {
+            let text = e.body_text();
+            let what = text
+                .split_once(": ")
+                .map_or(text.as_str(), |(_, what)| what);
+            Problem::bad_request(format!("the query cannot be read: {what}"))
+        })?;
+        let Query(value) = query;
+        Ok(Self(value))
+    }
+}
+
+/// Reads JSON; the error says where.
+pub(crate) fn from_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
+    serde_json::from_slice(bytes)
+        .map_err(|e| Problem::bad_request(format!("the body cannot be read: {e}")))
+}
+
+/// The refusal of a content type.
+pub(crate) fn unsupported(given: &str, wanted: &str) -> Problem {
+    let what = if given.is_empty() {
+        "the body has no content type".to_owned()
+    } else {
+        format!("a body of type {given:?}")
+    };
+    let near = nearest(given, wanted.split(", "));
+    let hint = near.map_or(format!("send {wanted}"), |near| format!("send {near}"));
+    Problem::new(
+        StatusCode::UNSUPPORTED_MEDIA_TYPE,
+        "UnsupportedMediaType",
+        what,
+    )
+    .hint(hint)
+}
+
+async fn read(body: Body, headers: &HeaderMap, limits: &Limits) -> Result<Bytes, Problem> {
+    let length = headers.get(header::CONTENT_LENGTH);
+    let length: Option<usize> = length.and_then(|l| l.to_str().ok()?.parse().ok());
+    let mut stream = body.into_data_stream();
+    if length.is_some_and(|length| length > limits.body) {
+        discard(stream).await;
+        return Err(too_large(limits.body));
+    }
+    let mut bytes = BytesMut::with_capacity(length.unwrap_or(0));
+    let deadline = tokio::time::Instant::now() + limits.body_timeout;
+    loop {
+        match tokio::time::timeout_at(deadline, stream.next()).await {
+            Ok(None) => break,
+            Ok(Some(Ok(data))) if bytes.len() + data.len() > limits.body => {
+                discard(stream).await;
+                return Err(too_large(limits.body));
+            }
+            Ok(Some(Ok(data))) => bytes.extend_from_slice(&data),
+            Ok(Some(Err(_))) => return Err(Problem::bad_request("the body ended early")),
+            Err(_) => {
+                let what = "the body did not arrive in time";
+                let status = StatusCode::REQUEST_TIMEOUT;
+                return Err(Problem::new(status, "BodyTimeout", what));
+            }
+        }
+    }
+    let bytes = bytes.freeze();
+    let encoding = headers.get(header::CONTENT_ENCODING);
+    match encoding.map(http::HeaderValue::as_bytes) {
+        None | Some(b"" | b"identity") => Ok(bytes),
+        Some(b"gzip" | b"x-gzip") => gunzip(bytes, limits.decoded_body).await,
+        Some(_) => Err(Problem::new(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            "UnsupportedEncoding",
+            "the body has an encoding that the server cannot read",
+        )
+        .hint("send gzip, or no Content-Encoding")),
+    }
+}
+
+/// Reads on for a moment without keeping anything: a connection that is closed with unread data is reset, and the
+/// client would not see the answer.
+async fn discard(mut stream: BodyDataStream) {
+    let reading = async {
+        let mut left = DISCARDED;
+        while let Some(Ok(data)) = stream.next().await {
+            left = left.saturating_sub(data.len());
+            if left == 0 {
+                break;
+            }
+        }
+    };
+    let _ = tokio::time::timeout(DISCARDING, reading).await;
+}
+
+/// Decompresses up to a limit: a few kilobytes of gzip may hold gigabytes.
+async fn gunzip(bytes: Bytes, limit: usize) -> Result<Bytes, Problem> {
+    let unzipped = tokio::task::spawn_blocking(move || {
+        let mut plain = Vec::new();
+        let most = limit as u64 + 1;
+        let decoder = flate2::read::MultiGzDecoder::new(&bytes[..]);
+        decoder.take(most).read_to_end(&mut plain).map(|_| plain)
+    });
+    match unzipped.await {
+        Ok(Ok(plain)) if plain.len() > limit => Err(too_large(limit)),
+        Ok(Ok(plain)) => Ok(plain.into()),
+        Ok(Err(_)) => Err(Problem::bad_request("the body is not gzip")),
+        Err(_) => Err(Problem::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "Internal",
+            "the body could not be decompressed",
+        )),
+    }
+}
+
+fn too_large(limit: usize) -> Problem {
+    let what = format!("the body has more than {limit} bytes");
+    Problem::new(StatusCode::PAYLOAD_TOO_LARGE, "BodyTooLarge", what)
+        .hint("send several smaller requests, or raise server.max_body")
+}

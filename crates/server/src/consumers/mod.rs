@@ -1,0 +1,282 @@
+//! Consumers without Rust: webhooks and commands run as handlers of the bus, with its whole pipeline (retry,
+//! breaker, timeout, inbox, order, dead letters). Clients that fetch over HTTP are in `api/pull.rs`.
+
+mod client;
+mod exec;
+mod webhook;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus::config::{self, Delivery};
+use everbus::{
+    Bus, Code, Error, GroupName, HandlerError, HandlerResult, Message, Result, StartFrom,
+    SubscriptionId,
+};
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use crate::auth::{TOKENS_BUCKET, tenant_group};
+use crate::state::AppState;
+
+pub(crate) use webhook::Hook;
+
+/// Why the group of a tenant skips an event.
+pub(crate) const OTHER_TENANT: &str = "it belongs to another tenant";
+const KEY: &str = "webhooks";
+/// How soon a server sees a webhook that another one declared.
+const EVERY: Duration = Duration::from_secs(2);
+const TRIES: usize = 20;
+/// More webhooks than this are refused as a mistake.
+const MOST: usize = 1000;
+
+/// A webhook that was declared over HTTP.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Declared {
+    /// The group, by its stored name.
+    pub(crate) group: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) tenant: Option<String>,
+    pub(crate) pattern: String,
+    pub(crate) url: String,
+    /// The current secret, and the previous one while receivers change over.
+    pub(crate) secrets: Vec<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) max_attempts: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) timeout_ms: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) concurrency: Option<usize>,
+    #[serde(default)]
+    pub(crate) ordered: bool,
+    #[serde(default)]
+    pub(crate) from_first: bool,
+}
+
+/// The webhooks of the API that run in this server.
+#[derive(Default)]
+pub(crate) struct Webhooks {
+    running: Mutex<BTreeMap<String, (Declared, SubscriptionId)>>,
+    changing: tokio::sync::Mutex<()>,
+}
+
+type Stored = BTreeMap<String, Declared>;
+
+/// The webhooks that were declared over HTTP, by the stored names of their groups.
+pub(crate) async fn declared(bus: &Bus) -> Result<Stored> {
+    let found = bus.kv(TOKENS_BUCKET)?.get_json(KEY).await?;
+    Ok(found.map_or_else(Stored::new, |(stored, _)| stored))
+}
+
+/// Changes the declared webhooks, and starts or stops those of this server.
+pub(crate) async fn change(
+    state: &AppState,
+    change: impl Fn(&mut Stored) -> Result<()>,
+) -> Result<()> {
+    let kv = state.bus().kv(TOKENS_BUCKET)?;
+    let mut tries = 0;
+    loop {
+        let found = kv.get_json(KEY).await?;
+        let (mut stored, revision) = found.unwrap_or((Stored::new(), everbus_core::ABSENT));
+        change(&mut stored)?;
+        if stored.len() > MOST {
+            let what = format!("there are {MOST} webhooks already");
+            return Err(Error::new(Code::InvalidSetting, what));
+        }
+        match kv.put_json(KEY, &stored).expected(revision).await {
+            Err(e) if e.code() == Code::RevisionConflict && tries < TRIES => tries += 1,
+            put => {
+                put?;
+                return reconcile(state).await;
+            }
+        }
+    }
+}
+
+/// Starts the consumers of the configuration file.
+pub(crate) async fn mount_configured(state: &AppState) -> Result<()> {
+    let Some(config) = state.config() else {
+        return Ok(());
+    };
+    for consumer in &config.consumers {
+        match &consumer.delivery {
+            Some(Delivery::Webhook(hook)) => {
+                let private = hook.allow_private || state.options().private_webhooks;
+                let secrets = hook.secrets.iter().map(|secret| secret.reveal().to_owned());
+                let secrets: Vec<String> = secrets.collect();
+                let hook = Arc::new(Hook::new(&hook.url, &secrets, private)?);
+                let bus = state.bus().clone();
+                let tenant = consumer.tenant.clone();
+                let handler = move |message: Message| {
+                    let (hook, bus, tenant) = (hook.clone(), bus.clone(), tenant.clone());
+                    async move {
+                        of_tenant(&message, tenant.as_deref())?;
+                        hook.deliver(&bus, &message).await
+                    }
+                };
+                configured(state.bus(), consumer, handler).await?;
+            }
+            Some(Delivery::Exec(command)) => {
+                let command = Arc::new(command.clone());
+                let tenant = consumer.tenant.clone();
+                let handler = move |message: Message| {
+                    let (command, tenant) = (command.clone(), tenant.clone());
+                    async move {
+                        of_tenant(&message, tenant.as_deref())?;
+                        exec::run(&command, &message).await
+                    }
+                };
+                configured(state.bus(), consumer, handler).await?;
+            }
+            Some(Delivery::Pull(_)) => declare_pull(state.bus(), consumer).await?,
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The stored name of a consumer's group.
+fn group_of(consumer: &config::Consumer) -> Result<GroupName> {
+    match &consumer.tenant {
+        Some(tenant) => tenant_group(tenant, consumer.group.as_str()),
+        None => Ok(consumer.group.clone()),
+    }
+}
+
+/// Subscribes a handler with the settings of the file. The bus applies them by the name of the group; a group of
+/// a tenant has another stored name, so they are given here.
+async fn configured<F, Fut>(bus: &Bus, consumer: &config::Consumer, handler: F) -> Result<()>
+where
+    F: Fn(Message) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = HandlerResult> + Send + 'static,
+{
+    let group = group_of(consumer)?;
+    let mut subscribe = bus
+        .subscribe(consumer.pattern.as_str())
+        .group(group.as_str())
+        .name(consumer.name.clone());
+    if let Some(timeout) = consumer.processing_timeout {
+        subscribe = subscribe.timeout(timeout);
+    }
+    if let Some(concurrency) = consumer.concurrency {
+        subscribe = subscribe.concurrency(concurrency);
+    }
+    if consumer.ordered == Some(true) {
+        subscribe = subscribe.ordered();
+    }
+    if consumer.idempotent == Some(true) {
+        subscribe = subscribe.idempotent();
+    }
+    if let Some(start) = consumer.start_from {
+        subscribe = subscribe.start_from(start);
+    }
+    if let Some(criticality) = consumer.criticality {
+        subscribe = subscribe.criticality(criticality);
+    }
+    if let Some(dependency) = &consumer.dependency {
+        subscribe = subscribe.depends_on(dependency.clone());
+    }
+    if let config::Breaker::On(policy) = consumer.circuit_breaker {
+        subscribe = subscribe.breaker(policy);
+    }
+    if let Some(retry) = consumer.retry {
+        subscribe = subscribe.retry_with(move |policy| retry.over(policy));
+    }
+    subscribe.handler(handler).await.map(drop)
+}
+
+/// Makes the group of a consumer that clients fetch from, so that it collects events from now on.
+async fn declare_pull(bus: &Bus, consumer: &config::Consumer) -> Result<()> {
+    let spec = everbus_core::GroupSpec {
+        start_from: consumer.start_from.unwrap_or(StartFrom::New),
+        ordered: consumer.ordered.unwrap_or(false),
+        subscriptions: vec![everbus_core::SubscriptionSpec {
+            name: consumer.name.clone(),
+            pattern: consumer.pattern.clone(),
+        }],
+        ..everbus_core::GroupSpec::new(group_of(consumer)?)
+    };
+    bus.engine().broker.declare(spec).await.map(drop)
+}
+
+fn of_tenant(message: &Message, tenant: Option<&str>) -> HandlerResult {
+    match tenant {
+        Some(tenant) if message.event().tenant() != Some(tenant) => {
+            Err(HandlerError::skip(OTHER_TENANT))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Follows the webhooks that are declared over HTTP, here and by other servers.
+pub(crate) async fn follow(state: AppState) {
+    loop {
+        match reconcile(&state).await {
+            Err(error) if error.code() == Code::Unsupported => return,
+            Err(error) => {
+                tracing::warn!(target: "everbus::webhook", %error, "the declared webhooks are not known");
+            }
+            Ok(()) => {}
+        }
+        tokio::time::sleep(EVERY).await;
+    }
+}
+
+/// Starts what is declared and does not run, stops what runs and is not declared any more.
+async fn reconcile(state: &AppState) -> Result<()> {
+    let webhooks = state.webhooks();
+    let _one = webhooks.changing.lock().await;
+    let wanted = declared(state.bus()).await?;
+    let running = webhooks.running.lock().clone();
+    for (name, (now, id)) in &running {
+        if wanted.get(name) != Some(now) {
+            webhooks.running.lock().remove(name);
+            match state.bus().unsubscribe(*id).await {
+                Err(error) if error.code() == Code::SubscriptionNotFound => {}
+                stopped => stopped?,
+            }
+        }
+    }
+    for (name, hook) in wanted {
+        if webhooks.running.lock().contains_key(&name) {
+            continue;
+        }
+        let id = mount(state, &hook).await?;
+        webhooks.running.lock().insert(name, (hook, id));
+    }
+    Ok(())
+}
+
+async fn mount(state: &AppState, declared: &Declared) -> Result<SubscriptionId> {
+    let private = state.options().private_webhooks;
+    let hook = Hook::new(&declared.url, &declared.secrets, private)?;
+    let (hook, bus) = (Arc::new(hook), state.bus().clone());
+    let tenant = declared.tenant.clone();
+    let handler = move |message: Message| {
+        let (hook, bus, tenant) = (hook.clone(), bus.clone(), tenant.clone());
+        async move {
+            of_tenant(&message, tenant.as_deref())?;
+            hook.deliver(&bus, &message).await
+        }
+    };
+    let mut subscribe = state
+        .bus()
+        .subscribe(&declared.pattern)
+        .group(&declared.group)
+        .name("webhook")
+        .timeout(Duration::from_millis(declared.timeout_ms.unwrap_or(30_000)));
+    if declared.from_first {
+        subscribe = subscribe.start_from(StartFrom::First);
+    }
+    if let Some(concurrency) = declared.concurrency {
+        subscribe = subscribe.concurrency(concurrency);
+    }
+    if let Some(attempts) = declared.max_attempts {
+        subscribe = subscribe.retry_with(move |p| p.max_retries(attempts.saturating_sub(1)));
+    }
+    if declared.ordered {
+        subscribe = subscribe.ordered();
+    }
+    subscribe.handler(handler).await
+}

@@ -1,0 +1,38 @@
+//! The dashboard: six pages, rendered here, with small scripts for what moves.
+//!
+//! Pages only read. Every action is a request to the API of the same server, which checks it and writes it to the
+//! audit trail.
+
+mod assets;
+mod dead_letters;
+mod event;
+mod events;
+mod groups;
+mod icons;
+mod login;
+mod overview;
+mod page;
+mod parts;
+mod system;
+
+use crate::auth::Scope;
+use crate::routes::{Access, Route};
+
+/// Pages are for callers who may read.
+const READ: Access = Access::Page(Scope::Read);
+
+pub(crate) fn routes() -> Vec<Route> {
+    let mut routes = vec![
+        Route::get("/", READ, overview::show),
+        Route::get("/events", READ, events::show),
+        Route::get("/events/{id}", READ, event::show),
+        Route::get("/groups", READ, groups::list),
+        Route::get("/groups/{name}", READ, groups::show),
+        Route::get("/dead-letters", READ, dead_letters::list),
+        Route::get("/dead-letters/{id}", READ, dead_letters::show),
+        Route::get("/system", READ, system::show).all_tenants(),
+        Route::get("/login", Access::Public, login::show),
+    ];
+    routes.extend(assets::routes());
+    routes
+}

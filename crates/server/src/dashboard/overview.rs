@@ -1,0 +1,195 @@
+//! The first page: is everything moving?
+
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::response::Response;
+use everbus::{DeadLetterFilter, DeadLetterTally};
+use maud::{Markup, html};
+use tokio::time::timeout;
+
+use super::page::{Page, PageError, Place};
+use super::parts::{self, number};
+use crate::auth::Caller;
+use crate::figures::{Overview, Point};
+use crate::state::AppState;
+
+/// Errors that are shown.
+const TALLIES: usize = 6;
+/// How long they may take to count.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+pub(super) async fn show(
+    State(state): State<AppState>,
+    caller: Caller,
+) -> Result<Response, PageError> {
+    let figures = state.live().figures();
+    let overview = figures.overview(&caller).await;
+    let points = figures.points(&caller);
+    let failing = failing(&state, &caller).await;
+    let body = html! {
+        div.head {
+            h1 { "Overview" }
+            span.sub {
+                (state.bus().capabilities().engine) " · "
+                span #processes { (processes(overview.processes)) }
+            }
+        }
+        div.stack #overview data-points=(serde_json::to_string(&points).unwrap_or_default()) {
+            (cards(&overview.now, caller.tenant().is_some()))
+            (breakers(&overview))
+            @if caller.tenant().is_none() {
+                div.cols-2 {
+                    (chart("rates", "Events per second", &[("k1", "published"), ("k2", "handled"), ("k3", "failed attempts")]))
+                    (chart("latency", "Publish to handled, ms", &[("k1", "p50"), ("k2", "p99")]))
+                }
+            }
+            div.cols-2 {
+                (groups(&overview))
+                (failing)
+            }
+        }
+    };
+    let page = Page {
+        place: Place::Overview,
+        title: "Overview".to_owned(),
+        script: Some("/assets/overview.js"),
+        body,
+    };
+    Ok(page.show(&state, &caller).await)
+}
+
+fn processes(count: usize) -> String {
+    match count {
+        1 => "1 server".to_owned(),
+        count => format!("{count} servers on this store"),
+    }
+}
+
+fn cards(now: &Point, of_tenant: bool) -> Markup {
+    let rate = |value: f64| format!("{value:.1}");
+    html! {
+        div.figures {
+            @if !of_tenant {
+                a.card.figure href="/events" {
+                    div.label { "Published" }
+                    div.value { span #f-published { (rate(now.published)) } span.unit { "/s" } }
+                    div.note { "over 10 s" }
+                }
+                div.card.figure {
+                    div.label { "Handled" }
+                    div.value { span #f-handled { (rate(now.handled)) } span.unit { "/s" } }
+                    div.note { span #f-failed { (rate(now.failed)) } " failed attempts/s" }
+                }
+                div.card.figure {
+                    div.label { "Latency p99" }
+                    div.value { span #f-p99 { (now.p99) } span.unit { "ms" } }
+                    div.note { "p50 " span #f-p50 { (now.p50) } " ms" }
+                }
+            }
+            a.card.figure href="/groups" {
+                div.label { "Waiting" }
+                div.value #f-waiting { (number(now.waiting)) }
+                div.note { "not settled yet" }
+            }
+            a.card.figure href="/dead-letters" {
+                div.label { "Dead letters" }
+                div.value #f-dead { (number(now.dead_letters)) }
+                div.note { "open" }
+            }
+        }
+    }
+}
+
+fn breakers(overview: &Overview) -> Markup {
+    html! {
+        div #breakers hidden[overview.breakers.is_empty()] {
+            @for breaker in &overview.breakers {
+                div.notice.warn { p { "The circuit breaker " b { (breaker.name) } " is " (breaker.state) "." } }
+            }
+        }
+    }
+}
+
+fn chart(id: &str, title: &str, keys: &[(&str, &str)]) -> Markup {
+    html! {
+        section.card {
+            header {
+                h2 { (title) }
+                span.tools.row { @for (class, name) in keys { span.key.(class) { (name) } } }
+            }
+            div.body { svg.chart id={ "chart-" (id) } role="img" aria-label=(title) {} }
+        }
+    }
+}
+
+fn groups(overview: &Overview) -> Markup {
+    html! {
+        section.card {
+            header { h2 { "Groups" } span.tools { a.small href="/groups" { "All groups" } } }
+            @if overview.groups.is_empty() {
+                (parts::empty(
+                    "No group consumes yet",
+                    "A group gets every event that matches its patterns. Declare one in everbus.yaml, or subscribe in a program:",
+                    Some("bus.subscribe(\"order.*\").group(\"billing\").handler(bill).await?;"),
+                ))
+            } @else {
+                div.scroll { table.cards {
+                    thead { tr { th { "Group" } th.num { "Waiting" } th.num { "Oldest" } th { "Last 2 minutes" } th.num { "Dead" } } }
+                    tbody #group-rows {
+                        @for group in overview.groups.iter().take(12) {
+                            tr data-href={ "/groups/" (crate::api::percent_encoded(&group.name)) } data-group=(group.name) {
+                                td.lead { a href={ "/groups/" (crate::api::percent_encoded(&group.name)) } { (group.name) } }
+                                td.num data-label="Waiting" { span data-figure="waiting" { (number(group.behind + group.in_flight + group.waiting)) } }
+                                td.num data-label="Oldest" { span data-figure="oldest" { (parts::millis(group.behind_ms)) } }
+                                td.off { span data-figure="spark" { (parts::spark(&group.spark)) } }
+                                td.num data-label="Dead letters" { span data-figure="dead" class=[(group.dead_letters > 0).then_some("bad")] { (number(group.dead_letters)) } }
+                            }
+                        }
+                    }
+                } }
+            }
+        }
+    }
+}
+
+/// What fails most, by error.
+async fn failing(state: &AppState, caller: &Caller) -> Markup {
+    let filter = DeadLetterFilter {
+        tenant: caller.tenant().map(str::to_owned),
+        ..DeadLetterFilter::default()
+    };
+    // The first page does not wait for a long count.
+    let tallies = match state.bus().engine().dead_letters() {
+        Ok(letters) => timeout(PATIENCE, letters.tally(filter, TALLIES)).await,
+        Err(error) => Ok(Err(error)),
+    };
+    let tallies = tallies.ok().and_then(Result::ok).unwrap_or_default();
+    html! {
+        section.card {
+            header { h2 { "What fails" } span.tools { a.small href="/dead-letters" { "All dead letters" } } }
+            @if tallies.is_empty() {
+                div.empty { (super::icons::check()) h2 { "No open dead letters" } p { "Every event was handled, skipped by policy, or still has attempts left." } }
+            } @else {
+                div.scroll { table.cards {
+                    tbody { @for tally in &tallies { (tally_row(tally, caller)) } }
+                } }
+            }
+        }
+    }
+}
+
+fn tally_row(tally: &DeadLetterTally, caller: &Caller) -> Markup {
+    let group = crate::api::dead_letters::group_shown(caller, &tally.group).unwrap_or_default();
+    let link = super::dead_letters::link_of(tally, &group);
+    html! {
+        tr data-href=(link) {
+            td.lead {
+                a href=(link) { (tally.event_type) }
+                " " span.faint { "in " (group) }
+                span.clip.small.muted title=(tally.error) { (tally.error) }
+            }
+            td.num data-label="Dead letters" { b.bad { (number(tally.count)) } }
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! What surrounds every request: its id, the checks of `Host` and `Origin`, the headers of every answer, and
+//! problem documents for what the router itself refuses.
+
+pub(crate) mod rate;
+
+use std::net::SocketAddr;
+use std::panic::AssertUnwindSafe;
+
+use axum::extract::{Request, State};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use everbus::{EventId, TraceContext, with_correlation_id, with_trace};
+use futures_util::FutureExt as _;
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+
+use crate::problem::{self, Problem};
+use crate::state::AppState;
+
+/// The address of the client.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Peer(pub(crate) SocketAddr);
+
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Longer request ids are not used: they end up in every event and log line.
+const LONGEST_ID: usize = 128;
+
+/// Scripts, styles and images only from the server itself, and no frames. Pages have no inline script or style.
+const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
+                   font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; \
+                   frame-ancestors 'none'; manifest-src 'self'";
+
+/// The outermost layer.
+pub(crate) async fn around(
+    State(state): State<AppState>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let given = request_id(request.headers());
+    let id = given.clone().unwrap_or_else(|| EventId::new().to_string());
+    let trace = trace(request.headers());
+    let method = request.method().clone();
+    let path = request.uri().path().to_owned();
+    let headers = request.headers().clone();
+    let origin = allowed_origin(&state, request.headers());
+    let began = std::time::Instant::now();
+    let serve = async {
+        if let Err(problem) = admit(&state, &method, &headers).await {
+            return problem.into_response();
+        }
+        if let (true, Some(origin)) = (is_preflight(&request), &origin) {
+            return preflight(origin);
+        }
+        let served = AssertUnwindSafe(next.run(request)).catch_unwind().await;
+        served.unwrap_or_else(|_| {
+            tracing::error!(target: "everbus::http", %path, "a request handler panicked");
+            let what = "the request met a bug; the server goes on";
+            Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "Internal", what).into_response()
+        })
+    };
+    // The id of the client is the correlation id of what the request publishes. Without one each event has its
+    // own, as everywhere.
+    let serve = async {
+        match given {
+            Some(given) => with_correlation_id(given, serve).await,
+            None => serve.await,
+        }
+    };
+    let response = match trace {
+        Some(trace) => with_trace(trace, serve).await,
+        None => serve.await,
+    };
+    let mut response = as_problem(response).await;
+    let status = response.status().as_u16();
+    let duration_ms = began.elapsed().as_secs_f64() * 1000.0;
+    tracing::debug!(target: "everbus::http", %method, %path, status, duration_ms, request_id = %id, "request");
+    finish(response.headers_mut(), &id, origin.as_ref());
+    response
+}
+
+/// Refuses requests that a page of another site may have caused.
+async fn admit(state: &AppState, method: &Method, headers: &HeaderMap) -> Result<(), Problem> {
+    if state.is_open().await? && !is_known_host(state, headers) {
+        let what = "the server does not answer under this host name";
+        return Err(
+            Problem::new(StatusCode::MISDIRECTED_REQUEST, "UnknownHost", what)
+                .hint("use 127.0.0.1 or localhost, or name the host in server.hosts"),
+        );
+    }
+    let upgrades = headers.contains_key(header::UPGRADE);
+    if method.is_safe() && !upgrades {
+        return Ok(());
+    }
+    check_origin(state, headers)
+}
+
+/// Refuses a request that a page of another site sent. Programs send no `Origin`.
+pub(crate) fn check_origin(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
+    let foreign = || {
+        Problem::forbidden("the request comes from a page of another site")
+            .hint("name its origin in server.origins to allow it")
+    };
+    if allowed_origin(state, headers).is_some() {
+        return Ok(());
+    }
+    if let Some(origin) = headers.get(header::ORIGIN) {
+        let origin = origin.to_str().unwrap_or_default();
+        let host = origin.split_once("://").map(|(_, host)| host);
+        return match (host, host_of(headers)) {
+            (Some(origin), Some(host)) if origin.eq_ignore_ascii_case(host) => Ok(()),
+            _ => Err(foreign()),
+        };
+    }
+    match headers.get("sec-fetch-site").map(HeaderValue::as_bytes) {
+        Some(b"cross-site" | b"same-site") => Err(foreign()),
+        _ => Ok(()),
+    }
+}
+
+fn host_of(headers: &HeaderMap) -> Option<&str> {
+    headers.get(header::HOST)?.to_str().ok()
+}
+
+fn is_known_host(state: &AppState, headers: &HeaderMap) -> bool {
+    let Some(host) = host_of(headers) else {
+        return false;
+    };
+    let name = match host.rsplit_once(':') {
+        Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) => name,
+        _ => host,
+    };
+    let known = ["localhost", "127.0.0.1", "[::1]"];
+    known.iter().any(|known| name.eq_ignore_ascii_case(known))
+        || state
+            .options()
+            .hosts
+            .iter()
+            .any(|known| name.eq_ignore_ascii_case(known) || host.eq_ignore_ascii_case(known))
+}
+
+/// The origin of a request, if the settings allow it to call from a browser.
+fn allowed_origin(state: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {
+    let origin = headers.get(header::ORIGIN)?;
+    let allowed = &state.options().origins;
+    let is_allowed = allowed
+        .iter()
+        .any(|allowed| allowed.as_bytes() == origin.as_bytes());
+    is_allowed.then(|| origin.clone())
+}
+
+fn is_preflight(request: &Request) -> bool {
+    request.method() == Method::OPTIONS
+        && request
+            .headers()
+            .contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
+}
+
+fn preflight(origin: &HeaderValue) -> Response {
+    let mut response = StatusCode::NO_CONTENT.into_response();
+    let headers = response.headers_mut();
+    headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
+    let methods = HeaderValue::from_static("GET, POST, PUT, DELETE");
+    headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, methods);
+    let names = HeaderValue::from_static(
+        "authorization, content-type, content-encoding, x-request-id, traceparent, tracestate, \
+         last-event-id, ce-id, ce-source, ce-specversion, ce-type, ce-time, ce-subject, ce-dataschema",
+    );
+    headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, names);
+    headers.insert(
+        header::ACCESS_CONTROL_MAX_AGE,
+        HeaderValue::from_static("600"),
+    );
+    response
+}
+
+/// The headers of every answer.
+fn finish(headers: &mut HeaderMap, id: &str, origin: Option<&HeaderValue>) {
+    if let Ok(id) = HeaderValue::from_str(id) {
+        headers.insert(REQUEST_ID, id);
+    }
+    let fixed = [
+        (header::CONTENT_SECURITY_POLICY, CSP),
+        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        (header::X_FRAME_OPTIONS, "DENY"),
+        (header::REFERRER_POLICY, "no-referrer"),
+        (
+            HeaderName::from_static("cross-origin-resource-policy"),
+            "same-origin",
+        ),
+    ];
+    for (name, value) in fixed {
+        headers.insert(name, HeaderValue::from_static(value));
+    }
+    if let Some(origin) = origin {
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
+        headers.insert(header::VARY, HeaderValue::from_static("Origin"));
+        headers.remove("cross-origin-resource-policy");
+    }
+    if !headers.contains_key(header::CACHE_CONTROL) {
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    }
+}
+
+/// Refusals of the router itself (no such path, no such method, a path that is not UTF-8) are plain texts: they
+/// become problem documents.
+async fn as_problem(response: Response) -> Response {
+    let status = response.status();
+    let kind = response.headers().get(header::CONTENT_TYPE);
+    let is_plain = kind.is_none_or(|kind| kind.as_bytes().starts_with(b"text/plain"));
+    if !(status.is_client_error() || status.is_server_error()) || !is_plain {
+        return response;
+    }
+    let (code, what) = match status {
+        StatusCode::NOT_FOUND => ("NotFound", "there is nothing under this path"),
+        StatusCode::METHOD_NOT_ALLOWED => ("MethodNotAllowed", "the path has no such method"),
+        StatusCode::UPGRADE_REQUIRED => ("UpgradeRequired", "this path is for WebSockets"),
+        status if status.is_client_error() => ("InvalidRequest", "the request cannot be read"),
+        _ => ("Internal", "the request failed"),
+    };
+    let allow = response.headers().get(header::ALLOW).cloned();
+    let mut problem = Problem::new(status, code, what);
+    if status == StatusCode::NOT_FOUND {
+        problem = problem.hint("/openapi.json lists every path");
+    }
+    let mut response = problem.into_response();
+    debug_assert_eq!(
+        response.headers()[header::CONTENT_TYPE],
+        problem::CONTENT_TYPE
+    );
+    if let Some(allow) = allow {
+        response.headers_mut().insert(header::ALLOW, allow);
+    }
+    response
+}
+
+/// The id that the client gave, if it is usable: 1 to 128 visible ASCII characters.
+fn request_id(headers: &HeaderMap) -> Option<String> {
+    let given = headers.get(REQUEST_ID)?.to_str().ok()?;
+    let usable = (1..=LONGEST_ID).contains(&given.len()) && !given.contains([' ', '\t']);
+    usable.then(|| given.to_owned())
+}
+
+fn trace(headers: &HeaderMap) -> Option<TraceContext> {
+    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    TraceContext::parse(text("traceparent")?, text("tracestate")).ok()
+}

@@ -1,0 +1,56 @@
+//! What moves while the server runs: the end of the log, the figures, and how many clients listen.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use everbus::Bus;
+
+use crate::figures::Figures;
+use crate::metrics::Metrics;
+use crate::ws::follow::Hub;
+
+/// Shared by the WebSocket, the server-sent events, the dashboard and the metrics.
+pub(crate) struct LiveState {
+    hub: Arc<Hub>,
+    figures: Figures,
+    listeners: Arc<AtomicUsize>,
+}
+
+impl LiveState {
+    pub(crate) fn new(bus: &Bus) -> Self {
+        Self {
+            hub: Hub::new(bus.clone()),
+            figures: Figures::new(bus.clone(), Metrics::install()),
+            listeners: Arc::default(),
+        }
+    }
+
+    pub(crate) fn hub(&self) -> &Arc<Hub> {
+        &self.hub
+    }
+
+    pub(crate) fn figures(&self) -> &Figures {
+        &self.figures
+    }
+
+    /// How many clients listen now.
+    pub(crate) fn listeners(&self) -> usize {
+        self.listeners.load(Ordering::Relaxed)
+    }
+
+    /// Takes one of `most` places for listeners; it is free again when the place is dropped.
+    pub(crate) fn connect(&self, most: usize) -> Option<Place> {
+        let taken = self.listeners.fetch_add(1, Ordering::Relaxed);
+        let place = Place(self.listeners.clone());
+        (taken < most).then_some(place)
+    }
+}
+
+/// The place of one listener.
+pub(crate) struct Place(Arc<AtomicUsize>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

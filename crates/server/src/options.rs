@@ -1,0 +1,176 @@
+//! The settings of a server.
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use everbus::Config;
+use everbus::config::Compat;
+
+/// The settings of a server. The default is a development server on `127.0.0.1:7770`.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct ServerOptions {
+    /// The address to listen on.
+    pub listen: SocketAddr,
+    /// Names that a request may have in its `Host` header, besides the loopback names. Checked while no token
+    /// exists: a page of another site could otherwise reach the server under a name of its own (DNS rebinding).
+    pub hosts: Vec<String>,
+    /// Origins whose pages may call the API, such as `https://ops.example.com`. Empty: none but the server's own.
+    pub origins: Vec<String>,
+    /// The certificate and the key, if the server speaks TLS itself.
+    pub tls: Option<Tls>,
+    /// What a client may ask for.
+    pub limits: Limits,
+    /// What a client of the WebSocket may ask for.
+    pub websocket: WebSocketLimits,
+    /// Which metrics exist besides those under `everbus_`.
+    pub metrics_compat: Vec<MetricsCompat>,
+    /// Whether a small shop runs beside it, for newcomers.
+    pub demo: bool,
+    /// Webhooks may go to `http:` and to private addresses, for development and internal networks.
+    pub private_webhooks: bool,
+}
+
+impl ServerOptions {
+    /// The settings of a configuration file, over the defaults.
+    pub fn from_config(config: &Config) -> Self {
+        let mut options = Self {
+            metrics_compat: match config.metrics_compat {
+                Some(Compat::Omni) => vec![MetricsCompat::Omni],
+                Some(Compat::Framework) => vec![MetricsCompat::Framework],
+                _ => Vec::new(),
+            },
+            ..Self::default()
+        };
+        let Some(server) = &config.server else {
+            return options;
+        };
+        if let Some(listen) = server.listen {
+            options.listen = listen;
+        }
+        options.hosts.clone_from(&server.hosts);
+        options.origins.clone_from(&server.origins);
+        if let (Some(cert), Some(key)) = (&server.tls_cert, &server.tls_key) {
+            options.tls = Some(Tls {
+                cert: cert.into(),
+                key: key.into(),
+            });
+        }
+        if let Some(bytes) = server.max_body {
+            options.limits.body = bytes;
+            options.limits.decoded_body = bytes.saturating_mul(4);
+        }
+        if let Some(most) = server.max_connections {
+            options.limits.connections = most;
+        }
+        options.limits.requests_per_second = server.requests_per_second;
+        options.private_webhooks = server.private_webhooks;
+        options
+    }
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from((Ipv4Addr::LOCALHOST, 7770)),
+            hosts: Vec::new(),
+            origins: Vec::new(),
+            tls: None,
+            limits: Limits::default(),
+            websocket: WebSocketLimits::default(),
+            metrics_compat: Vec::new(),
+            demo: false,
+            private_webhooks: false,
+        }
+    }
+}
+
+/// The files of a certificate, in PEM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tls {
+    /// The certificate and its chain.
+    pub cert: PathBuf,
+    /// The private key.
+    pub key: PathBuf,
+}
+
+/// Bounds on what clients send, so that no client can exhaust the server.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Limits {
+    /// The largest body as it is sent, in bytes.
+    pub body: usize,
+    /// The largest body after decompression, in bytes.
+    pub decoded_body: usize,
+    /// The most events in one request.
+    pub batch: usize,
+    /// The most connections at once.
+    pub connections: usize,
+    /// The time in which the headers of a request must arrive.
+    pub header_timeout: Duration,
+    /// The time in which the body of a request must arrive.
+    pub body_timeout: Duration,
+    /// Requests per second of one token, or of one address without a token. `None`: no limit.
+    pub requests_per_second: Option<u32>,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            body: 16 << 20,
+            decoded_body: 64 << 20,
+            batch: 10_000,
+            connections: 4096,
+            header_timeout: Duration::from_secs(10),
+            body_timeout: Duration::from_secs(30),
+            requests_per_second: None,
+        }
+    }
+}
+
+/// Bounds on one client of the WebSocket.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct WebSocketLimits {
+    /// The most listeners at once, of the WebSocket and of server-sent events.
+    pub connections: usize,
+    /// The largest message of a client, in bytes.
+    pub frame_bytes: usize,
+    /// The most subscriptions of a connection.
+    pub subscriptions: usize,
+    /// The most messages of a client in a second.
+    pub messages_per_second: u32,
+    /// The most messages that wait for a client; a client that has more is disconnected.
+    pub queued: usize,
+    /// How often the server sends a ping.
+    pub ping_every: Duration,
+    /// The time in which the client answers it.
+    pub pong_within: Duration,
+    /// So many answers in a row may be missed before the client is disconnected.
+    pub missed_pongs: u32,
+}
+
+impl Default for WebSocketLimits {
+    fn default() -> Self {
+        Self {
+            connections: 2048,
+            frame_bytes: 64 << 10,
+            subscriptions: 100,
+            messages_per_second: 50,
+            queued: 1000,
+            ping_every: Duration::from_secs(30),
+            pong_within: Duration::from_secs(10),
+            missed_pongs: 2,
+        }
+    }
+}
+
+/// Names of metrics that a specification asks for, besides those under `everbus_`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MetricsCompat {
+    /// `omni_events_total` and its companions.
+    Omni,
+    /// `consumer_lag_events` and its companions.
+    Framework,
+}

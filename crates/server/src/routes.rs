@@ -1,0 +1,240 @@
+//! The list of routes. A route is declared once, with the scope that it needs; the router, the OpenAPI document
+//! and the security tests are made from the list. The scope is checked here, before a handler runs, so that no
+//! handler can forget it.
+
+use axum::Router;
+use axum::extract::{FromRequestParts, Request, State};
+use axum::handler::Handler;
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Redirect, Response};
+use axum::routing::{MethodFilter, MethodRouter, on};
+use everbus::audit::{Operator, with_operator};
+use http::Method;
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+
+use crate::auth::{Caller, Scope};
+use crate::guard::Peer;
+use crate::problem::Problem;
+use crate::state::AppState;
+
+/// What a route asks of its caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Anyone: health checks, the login page, static files.
+    Public,
+    /// A token with this scope, for programs. Without one the answer is a problem document.
+    Scope(Scope),
+    /// A token or a session with this scope, for people. Without one the answer is the login page.
+    Page(Scope),
+}
+
+/// One route.
+pub struct Route {
+    pub(crate) listed: Listed,
+    pub(crate) doc: Doc,
+    handler: MethodRouter<AppState>,
+}
+
+/// A route as it is listed: what the security tests go through.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listed {
+    /// The method.
+    pub method: Method,
+    /// The path, with `{parameters}`.
+    pub path: &'static str,
+    /// What it asks of its caller.
+    pub access: Access,
+    /// Only for tokens without a tenant: what it shows or changes belongs to every tenant.
+    pub all_tenants: bool,
+}
+
+type SchemaOf = fn(&mut SchemaGenerator) -> Schema;
+
+/// What the OpenAPI document says about a route. Routes without a summary are not in the document.
+#[derive(Default)]
+pub(crate) struct Doc {
+    pub(crate) summary: &'static str,
+    pub(crate) query: Option<SchemaOf>,
+    pub(crate) bodies: Vec<(&'static str, Option<SchemaOf>)>,
+    pub(crate) status: u16,
+    pub(crate) returns: Option<SchemaOf>,
+    pub(crate) content_type: Option<&'static str>,
+}
+
+impl Route {
+    /// A route of any method.
+    pub fn new<H, T>(method: Method, path: &'static str, access: Access, handler: H) -> Self
+    where
+        H: Handler<T, AppState>,
+        T: 'static,
+    {
+        // The methods used here all have a filter.
+        let filter = MethodFilter::try_from(method.clone()).unwrap_or(MethodFilter::GET);
+        Self {
+            listed: Listed {
+                method,
+                path,
+                access,
+                all_tenants: false,
+            },
+            doc: Doc {
+                status: 200,
+                ..Doc::default()
+            },
+            handler: on(filter, handler),
+        }
+    }
+
+    /// A `GET` route.
+    pub fn get<H: Handler<T, AppState>, T: 'static>(
+        path: &'static str,
+        access: Access,
+        handler: H,
+    ) -> Self {
+        Self::new(Method::GET, path, access, handler)
+    }
+
+    /// A `POST` route.
+    pub fn post<H: Handler<T, AppState>, T: 'static>(
+        path: &'static str,
+        access: Access,
+        handler: H,
+    ) -> Self {
+        Self::new(Method::POST, path, access, handler)
+    }
+
+    /// A `DELETE` route.
+    pub fn delete<H: Handler<T, AppState>, T: 'static>(
+        path: &'static str,
+        access: Access,
+        handler: H,
+    ) -> Self {
+        Self::new(Method::DELETE, path, access, handler)
+    }
+
+    /// Refuses tokens of a tenant: what the route shows or changes belongs to every tenant.
+    #[must_use]
+    pub fn all_tenants(mut self) -> Self {
+        self.listed.all_tenants = true;
+        self
+    }
+
+    /// Describes the route, and so puts it into the OpenAPI document.
+    #[must_use]
+    pub fn summary(mut self, summary: &'static str) -> Self {
+        self.doc.summary = summary;
+        self
+    }
+
+    /// The parameters of its query.
+    #[must_use]
+    pub fn query<Q: JsonSchema>(mut self) -> Self {
+        self.doc.query = Some(Q::json_schema);
+        self
+    }
+
+    /// A JSON body.
+    #[must_use]
+    pub fn json<B: JsonSchema>(mut self) -> Self {
+        let schema: SchemaOf = SchemaGenerator::subschema_for::<B>;
+        self.doc.bodies.push(("application/json", Some(schema)));
+        self
+    }
+
+    /// A body of another content type, without a schema.
+    #[must_use]
+    pub fn accepts(mut self, content_type: &'static str) -> Self {
+        self.doc.bodies.push((content_type, None));
+        self
+    }
+
+    /// What it answers.
+    #[must_use]
+    pub fn returns<R: JsonSchema>(mut self, status: u16) -> Self {
+        self.doc.status = status;
+        self.doc.returns = Some(SchemaGenerator::subschema_for::<R>);
+        self
+    }
+
+    /// The content type of an answer that is not JSON.
+    #[must_use]
+    pub fn answers(mut self, content_type: &'static str) -> Self {
+        self.doc.content_type = Some(content_type);
+        self
+    }
+}
+
+impl std::fmt::Debug for Route {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.listed.fmt(f)
+    }
+}
+
+/// The router of these routes, each behind its check.
+pub(crate) fn router(state: &AppState, routes: Vec<Route>) -> Router<AppState> {
+    let mut router = Router::new();
+    for route in routes {
+        let listed = route.listed;
+        let check = from_fn_with_state((state.clone(), listed.clone()), check);
+        router = router.route(listed.path, route.handler.layer(check));
+    }
+    router
+}
+
+/// Finds out who calls, compares with what the route asks, and runs the handler in the name of the caller.
+async fn check(
+    State((state, route)): State<(AppState, Listed)>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let (scope, is_page) = match route.access {
+        Access::Public => return next.run(request).await,
+        Access::Scope(scope) => (scope, false),
+        Access::Page(scope) => (scope, true),
+    };
+    let peer = request.extensions().get::<Peer>().copied();
+    // A body cannot be shared between threads, so the request itself does not live across the wait.
+    let headers = request.headers().clone();
+    let caller = match Caller::of(&state, &headers, peer).await {
+        Ok(caller) => caller,
+        Err(problem) if is_page && problem.status() == http::StatusCode::UNAUTHORIZED => {
+            return to_login(&request);
+        }
+        Err(problem) => return problem.into_response(),
+    };
+    if let Err(problem) = state.rates().take(caller.identity()) {
+        return problem.into_response();
+    }
+    if !caller.may(scope) {
+        let what = format!("this needs the scope {scope}, which the token does not have");
+        return Problem::forbidden(what).into_response();
+    }
+    if route.all_tenants && caller.tenant().is_some() {
+        let what = "this is about every tenant, and the token belongs to one";
+        return Problem::forbidden(what).into_response();
+    }
+    let operator = Operator::new(caller.actor());
+    request.extensions_mut().insert(caller);
+    with_operator(operator, next.run(request)).await
+}
+
+fn to_login(request: &Request) -> Response {
+    if request.method() == Method::GET {
+        let wanted = request.uri().path_and_query().map_or("/", |p| p.as_str());
+        let next = crate::api::percent_encoded(wanted);
+        return Redirect::to(&format!("/login?next={next}")).into_response();
+    }
+    Problem::unauthenticated("the session has ended").into_response()
+}
+
+impl<S: Sync> FromRequestParts<S> for Caller {
+    type Rejection = Problem;
+
+    /// The caller, as the check of the route found it. Handlers of public routes have none.
+    async fn from_request_parts(parts: &mut http::request::Parts, _: &S) -> Result<Self, Problem> {
+        let caller = parts.extensions.get::<Caller>();
+        caller
+            .cloned()
+            .ok_or_else(|| Problem::unauthenticated("this route has no caller"))
+    }
+}

@@ -1,0 +1,144 @@
+//! A server on a bus: from binding the address to the last request.
+
+use std::net::SocketAddr;
+
+use axum::Router;
+use axum::middleware::from_fn_with_state;
+use everbus::{Bus, Code, Config, Error, Result, Shutdown};
+use tokio::net::TcpListener;
+use tokio::task::JoinSet;
+use tokio_rustls::TlsAcceptor;
+
+use crate::options::ServerOptions;
+use crate::routes::{Route, router};
+use crate::state::AppState;
+use crate::{api, consumers, dashboard, demo, guard, listen, metrics, openapi, sse, ws};
+
+/// A server that is bound to its address and has not begun to serve.
+pub struct Server {
+    state: AppState,
+    listener: TcpListener,
+    address: SocketAddr,
+    tls: Option<TlsAcceptor>,
+    router: Router,
+}
+
+/// Every route of the server.
+fn routes() -> Vec<Route> {
+    let mut routes = Vec::new();
+    routes.extend(api::routes());
+    routes.extend(dashboard::routes());
+    routes.extend(metrics::routes());
+    routes.extend(sse::routes());
+    routes.extend(ws::routes());
+    routes
+}
+
+impl Server {
+    /// Binds the address.
+    ///
+    /// An address beyond loopback is refused while no token exists: anyone who reaches it could read and publish
+    /// everything.
+    pub async fn bind(bus: Bus, config: Option<Config>, options: ServerOptions) -> Result<Self> {
+        let listen = options.listen;
+        let tls = options.tls.as_ref().map(listen::acceptor).transpose()?;
+        let state = AppState::new(bus, config, options);
+        if !listen.ip().is_loopback() && !state.tokens().exist().await? {
+            let what =
+                format!("{listen} can be reached from other machines, and there is no token");
+            return Err(Error::new(Code::InvalidSetting, what)
+                .hint("make one first: everbus token create NAME --scope admin"));
+        }
+        let listener = TcpListener::bind(listen).await.map_err(|e| {
+            Error::new(Code::Unavailable, format!("cannot listen on {listen}: {e}"))
+                .hint("another program may use the port; choose one with --listen 127.0.0.1:0")
+        })?;
+        let address = listener
+            .local_addr()
+            .map_err(|e| Error::new(Code::Unavailable, format!("no address: {e}")))?;
+        let router = app(&state);
+        Ok(Self {
+            state,
+            listener,
+            address,
+            tls,
+            router,
+        })
+    }
+
+    /// The address that it listens on.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Its URL.
+    pub fn url(&self) -> String {
+        let scheme = if self.tls.is_some() { "https" } else { "http" };
+        format!("{scheme}://{}", self.address)
+    }
+
+    /// What its request handlers can reach.
+    pub fn state(&self) -> &AppState {
+        &self.state
+    }
+
+    /// Serves until `stop` resolves. Then it accepts no more connections, ends long polls and streams, lets
+    /// requests under way finish, and shuts the bus down.
+    pub async fn run(self, stop: impl Future<Output = ()> + Send + 'static) -> Result<Shutdown> {
+        let Self {
+            state,
+            listener,
+            tls,
+            router,
+            ..
+        } = self;
+        consumers::mount_configured(&state).await?;
+        if state.options().demo {
+            demo::open(state.bus()).await?;
+        }
+        state.bus().start().await?;
+        let mut background = JoinSet::new();
+        start_background(&state, &mut background);
+        let stopping = state.clone();
+        let waiting = tokio::spawn(async move {
+            stop.await;
+            stopping.stop();
+        });
+        listen::serve(listener, router, tls, &state).await;
+        waiting.abort();
+        background.shutdown().await;
+        state.live().figures().processes().leave().await;
+        state.bus().shutdown().await
+    }
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server")
+            .field("address", &self.address)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The work beside requests. Each task ends with the server.
+fn start_background(state: &AppState, tasks: &mut JoinSet<()>) {
+    let tokens = state.clone();
+    tasks.spawn(async move { tokens.tokens().follow().await });
+    tasks.spawn(consumers::follow(state.clone()));
+    if state.options().demo {
+        tasks.spawn(demo::customers(state.clone()));
+    }
+    let figures = state.clone();
+    tasks.spawn(async move { figures.live().figures().run().await });
+}
+
+/// The router with everything around it.
+pub(crate) fn app(state: &AppState) -> Router {
+    let mut all = routes();
+    let document = openapi::document(&all);
+    all.extend(openapi::routes(&document));
+    state.set_routes(all.iter().map(|route| route.listed.clone()).collect());
+    router(state, all)
+        .layer(from_fn_with_state(state.clone(), guard::around))
+        .with_state(state.clone())
+}

@@ -1,0 +1,117 @@
+//! Server-sent events at `/v1/events/stream`, for clients that only listen. `Last-Event-ID` resumes.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use axum::extract::{Query, State};
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream;
+use http::HeaderMap;
+use schemars::JsonSchema;
+use serde::Deserialize;
+
+use crate::auth::{Caller, Scope};
+use crate::problem::Problem;
+use crate::routes::{Access, Route};
+use crate::state::AppState;
+use crate::ws::follow::{Follow, Followed};
+use crate::ws::protocol;
+
+/// A comment this often keeps proxies from closing a quiet stream.
+const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// What a client is told to wait before it connects again, in milliseconds.
+const RETRY: Duration = Duration::from_secs(1);
+
+pub(crate) fn routes() -> Vec<Route> {
+    vec![
+        Route::get("/v1/events/stream", Access::Scope(Scope::Read), listen)
+            .summary("Events as they are stored, as server-sent events")
+            .query::<Wanted>()
+            .answers("text/event-stream"),
+    ]
+}
+
+#[derive(Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+struct Wanted {
+    /// Event types, separated by commas: `order.*,payment.failed`. All but `system.` if it is left out.
+    #[serde(default)]
+    types: Option<String>,
+    /// Only events of this tenant.
+    #[serde(default)]
+    tenant: Option<String>,
+    /// `new` (the default), `first`, `last` or a time.
+    #[serde(default)]
+    from: Option<String>,
+    /// Continue after this cursor. The header `Last-Event-ID` does the same and wins.
+    #[serde(default)]
+    after: Option<String>,
+}
+
+async fn listen(
+    State(state): State<AppState>,
+    caller: Caller,
+    headers: HeaderMap,
+    Query(wanted): Query<Wanted>,
+) -> Result<Response, Problem> {
+    let texts: Vec<String> = wanted
+        .types
+        .iter()
+        .flat_map(|types| types.split(','))
+        .map(|text| text.trim().to_owned())
+        .filter(|text| !text.is_empty())
+        .collect();
+    let patterns = protocol::patterns(&texts)?;
+    let last = headers.get("last-event-id").and_then(|id| id.to_str().ok());
+    let after = last.map(str::to_owned).or(wanted.after);
+    let begin = protocol::begin(after.as_deref(), wanted.from.as_deref())?;
+    let tenant = caller.tenant_filter(wanted.tenant)?;
+    let place = state.live().connect(state.options().websocket.connections);
+    let place = place.ok_or_else(|| {
+        Problem::new(
+            http::StatusCode::SERVICE_UNAVAILABLE,
+            "TooManyConnections",
+            "there are too many listeners",
+        )
+        .retry_after(5)
+    })?;
+    let follow = state.live().hub().follow(patterns, tenant, begin).await?;
+    let start = (follow, Vec::new().into_iter(), state, place, true);
+    let events = stream::unfold(
+        start,
+        |(mut follow, mut page, state, place, first)| async move {
+            if first {
+                let event = Event::default().retry(RETRY).comment("everbus");
+                return Some((
+                    Ok::<_, Infallible>(event),
+                    (follow, page, state, place, false),
+                ));
+            }
+            loop {
+                if let Some(followed) = page.next() {
+                    let event = sent(&followed);
+                    return Some((Ok(event), (follow, page, state, place, false)));
+                }
+                page = tokio::select! {
+                    () = state.stopping() => return None,
+                    next = next_page(&mut follow) => next?,
+                };
+            }
+        },
+    );
+    let alive = KeepAlive::new().interval(KEEP_ALIVE);
+    Ok(Sse::new(events).keep_alive(alive).into_response())
+}
+
+async fn next_page(follow: &mut Follow) -> Option<std::vec::IntoIter<Followed>> {
+    // The stream ends with an error of the engine; the client connects again and continues.
+    follow.next().await.ok().map(Vec::into_iter)
+}
+
+fn sent(followed: &Followed) -> Event {
+    let json = followed.event.json();
+    // In JSON a carriage return is white space between values, and server-sent events cannot carry one.
+    let data = json.replace('\r', " ");
+    Event::default().id(followed.cursor.to_string()).data(data)
+}

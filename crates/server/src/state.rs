@@ -1,0 +1,133 @@
+//! What every request handler can reach.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use everbus::{Bus, Config};
+use tokio::sync::watch;
+
+use crate::api::replays::RunningReplays;
+use crate::auth::Tokens;
+use crate::consumers::Webhooks;
+use crate::guard::rate::RateLimits;
+use crate::live::LiveState;
+use crate::options::ServerOptions;
+use crate::routes::Listed;
+
+/// What every request handler can reach. Clones are the same state.
+#[derive(Clone)]
+pub struct AppState(Arc<Inner>);
+
+struct Inner {
+    bus: Bus,
+    config: Option<Config>,
+    options: ServerOptions,
+    tokens: Tokens,
+    rates: RateLimits,
+    replays: RunningReplays,
+    webhooks: Webhooks,
+    live: LiveState,
+    stopping: watch::Sender<bool>,
+    started: Instant,
+    routes: std::sync::OnceLock<Vec<Listed>>,
+}
+
+impl AppState {
+    pub(crate) fn new(bus: Bus, config: Option<Config>, options: ServerOptions) -> Self {
+        Self(Arc::new(Inner {
+            tokens: Tokens::new(&bus),
+            live: LiveState::new(&bus),
+            rates: RateLimits::new(options.limits.requests_per_second),
+            bus,
+            config,
+            options,
+            replays: RunningReplays::default(),
+            webhooks: Webhooks::default(),
+            stopping: watch::Sender::new(false),
+            started: Instant::now(),
+            routes: std::sync::OnceLock::new(),
+        }))
+    }
+
+    /// The bus.
+    pub fn bus(&self) -> &Bus {
+        &self.0.bus
+    }
+
+    /// The configuration file, if there is one.
+    pub fn config(&self) -> Option<&Config> {
+        self.0.config.as_ref()
+    }
+
+    /// The settings of the server.
+    pub fn options(&self) -> &ServerOptions {
+        &self.0.options
+    }
+
+    /// Who may call.
+    pub fn tokens(&self) -> &Tokens {
+        &self.0.tokens
+    }
+
+    /// What moves: the end of the log, and the figures.
+    pub(crate) fn live(&self) -> &LiveState {
+        &self.0.live
+    }
+
+    /// The replays that this server has begun.
+    pub(crate) fn replays(&self) -> &RunningReplays {
+        &self.0.replays
+    }
+
+    /// The webhooks of the API that run in this server.
+    pub(crate) fn webhooks(&self) -> &Webhooks {
+        &self.0.webhooks
+    }
+
+    pub(crate) fn rates(&self) -> &RateLimits {
+        &self.0.rates
+    }
+
+    /// Whether requests need no token: the server listens on loopback, and no token exists.
+    pub(crate) async fn is_open(&self) -> everbus::Result<bool> {
+        Ok(self.0.options.listen.ip().is_loopback() && !self.0.tokens.exist().await?)
+    }
+
+    /// When the server began.
+    pub fn started(&self) -> Instant {
+        self.0.started
+    }
+
+    /// Begins the shutdown: long polls, streams and WebSockets end.
+    pub fn stop(&self) {
+        self.0.stopping.send_replace(true);
+    }
+
+    /// Whether the shutdown has begun.
+    pub fn is_stopping(&self) -> bool {
+        *self.0.stopping.borrow()
+    }
+
+    /// Resolves once the shutdown has begun. Long requests wait for it beside their work.
+    pub async fn stopping(&self) {
+        let mut stopping = self.0.stopping.subscribe();
+        if stopping.wait_for(|stopping| *stopping).await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// Every route of the server.
+    pub fn routes(&self) -> &[Listed] {
+        self.0.routes.get().map_or(&[], Vec::as_slice)
+    }
+
+    pub(crate) fn set_routes(&self, routes: Vec<Listed>) {
+        let _ = self.0.routes.set(routes);
+    }
+}
+
+impl std::fmt::Debug for AppState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AppState").finish_non_exhaustive()
+    }
+}

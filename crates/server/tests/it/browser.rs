@@ -1,0 +1,354 @@
+//! The dashboard in a real browser.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use everbus::{AuditQuery, Event, HandlerError, HandlerResult, Message};
+use serde_json::json;
+
+use crate::served::Served;
+use crate::webdriver::Browser;
+
+fn url(server: &Served, path: &str) -> String {
+    format!("http://{}{path}", server.address)
+}
+
+/// A small shop: handled orders, failing mails.
+async fn shop(server: &Served) {
+    server
+        .bus
+        .subscribe("order.*")
+        .group("billing")
+        .handler(|_: Message| async {})
+        .await
+        .unwrap();
+    server
+        .failing_group("order.*", "mail", "no mail server answers")
+        .await;
+    for n in 1..=8 {
+        server
+            .publish(
+                "order.placed",
+                json!({ "order": n, "total": n * 10, "items": [{ "sku": "A-1" }] }),
+            )
+            .await;
+    }
+}
+
+// conformance: operations/dashboard-pages: every page loads in Chromium, light and dark, wide and on a phone, without an error in the console
+// needs: chromium
+#[tokio::test(flavor = "multi_thread")]
+async fn every_page_loads_without_an_error() {
+    let Some(browser) = Browser::start().await else {
+        return;
+    };
+    let server = Served::start().await;
+    for path in ["/", "/events", "/groups", "/dead-letters", "/system"] {
+        browser.open(&url(&server, path)).await;
+        browser.wait_for("document.querySelector('h1')").await;
+        browser
+            .screenshot(&format!(
+                "empty-{}",
+                path.trim_start_matches('/').replace('/', "-")
+            ))
+            .await;
+        browser.no_errors().await;
+    }
+    shop(&server).await;
+    let event = server.publish("order.shipped", json!({ "order": 1 })).await;
+    let pages = [
+        ("overview", "/".to_owned()),
+        ("events", "/events".to_owned()),
+        ("event", format!("/events/{}", event.id())),
+        ("groups", "/groups".to_owned()),
+        ("group", "/groups/mail".to_owned()),
+        ("dead-letters", "/dead-letters".to_owned()),
+        ("dead-letter", format!("/dead-letters/{}", event.id())),
+        ("system", "/system".to_owned()),
+    ];
+    browser.open(&url(&server, "/")).await;
+    browser
+        .wait_for("document.querySelector('#f-dead').textContent === '9'")
+        .await;
+    for (width, size) in [(1400, "wide"), (400, "phone")] {
+        browser.resize(width, 900).await;
+        for theme in ["light", "dark"] {
+            for (name, path) in &pages {
+                browser.open(&url(&server, path)).await;
+                browser
+                    .eval(&format!("localStorage.setItem('theme', '{theme}')"))
+                    .await;
+                browser.open(&url(&server, path)).await;
+                browser.wait_for("document.querySelector('h1')").await;
+                let shown = browser.eval("document.documentElement.dataset.theme").await;
+                assert_eq!(shown, theme);
+                // Nothing is wider than the screen.
+                let over = browser.eval("document.documentElement.scrollWidth - document.documentElement.clientWidth").await;
+                assert_eq!(over, 0, "{name} on {size}");
+                browser.screenshot(&format!("{name}-{size}-{theme}")).await;
+                browser.no_errors().await;
+            }
+        }
+    }
+    drop(browser);
+    server.stop().await;
+}
+
+// conformance: operations/dashboard-live: an event that is published appears in the open list
+// needs: chromium
+#[tokio::test(flavor = "multi_thread")]
+async fn a_published_event_appears_in_the_open_page() {
+    let Some(browser) = Browser::start().await else {
+        return;
+    };
+    let server = Served::start().await;
+    browser.open(&url(&server, "/events")).await;
+    browser
+        .wait_for("document.querySelector('#live-text').textContent === 'live'")
+        .await;
+    let event = server.publish("order.placed", json!({ "order": 1 })).await;
+    let row = format!(
+        "document.querySelector('tr[data-href=\"/events/{}\"]')",
+        event.id()
+    );
+    browser.wait_for(&row).await;
+    browser
+        .click(&format!("tr[data-href=\"/events/{}\"] td", event.id()))
+        .await;
+    browser
+        .wait_for("document.querySelector('h1').textContent === 'order.placed'")
+        .await;
+    browser.no_errors().await;
+    drop(browser);
+    server.stop().await;
+}
+
+// conformance: operations/dashboard-dead-letters: a dead letter is retried, another one corrected and retried, and both actions are in the audit trail
+// needs: chromium
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dead_letter_is_retried_and_another_one_corrected() {
+    let Some(browser) = Browser::start().await else {
+        return;
+    };
+    let server = Served::start().await;
+    let mended = Arc::new(AtomicBool::new(false));
+    let works = mended.clone();
+    server
+        .bus
+        .subscribe("order.*")
+        .group("mail")
+        .handler(move |message: Message| {
+            let works = works.clone();
+            async move {
+                let order: serde_json::Value = message.event().json()?;
+                if order["address"].is_null() || !works.load(Ordering::SeqCst) {
+                    return HandlerResult::Err(HandlerError::permanent("no address"));
+                }
+                Ok(())
+            }
+        })
+        .await
+        .unwrap();
+    let fine = server
+        .publish("order.placed", json!({ "order": 1, "address": "here" }))
+        .await;
+    let wrong = server.publish("order.placed", json!({ "order": 2 })).await;
+    browser.open(&url(&server, "/dead-letters")).await;
+    let open_count =
+        |many: usize| format!("document.querySelectorAll('button[data-retry]').length === {many}");
+    // The page is made once both have died.
+    crate::served::until("two dead letters", || async {
+        let open = server
+            .bus
+            .dead_letters()
+            .count(everbus::DeadLetterFilter::default())
+            .await
+            .unwrap();
+        (open == 2).then_some(())
+    })
+    .await;
+    browser.open(&url(&server, "/dead-letters")).await;
+    browser.wait_for(&open_count(2)).await;
+    mended.store(true, Ordering::SeqCst);
+    browser
+        .click(&format!("button[data-retry=\"{}\"]", fine.id()))
+        .await;
+    browser.screenshot("ask-before-retry").await;
+    browser.click("#confirm-yes").await;
+    browser.wait_for(&open_count(1)).await;
+
+    browser
+        .open(&url(&server, &format!("/dead-letters/{}", wrong.id())))
+        .await;
+    browser.click("#edit").await;
+    browser.fill("#payload", "{\"order\": 2").await;
+    browser
+        .wait_for("document.querySelector('#send').disabled")
+        .await;
+    browser
+        .fill("#payload", "{\"order\": 2, \"address\": \"there\"}")
+        .await;
+    browser
+        .wait_for("!document.querySelector('#send').disabled")
+        .await;
+    browser.screenshot("edit-and-retry").await;
+    browser.click("#send").await;
+    browser
+        .wait_for("document.querySelector('.notice.good a')")
+        .await;
+    browser.no_errors().await;
+    let open = server
+        .bus
+        .dead_letters()
+        .count(everbus::DeadLetterFilter::default())
+        .await
+        .unwrap();
+    assert_eq!(open, 0);
+    let trail = server
+        .bus
+        .audit()
+        .query(AuditQuery::default())
+        .await
+        .unwrap();
+    let actions: Vec<&str> = trail
+        .items
+        .iter()
+        .map(|record| record.entry.action.as_str())
+        .collect();
+    assert!(
+        actions.contains(&"dlq.retry") && actions.contains(&"dlq.edit"),
+        "{actions:?}"
+    );
+    drop(browser);
+    server.stop().await;
+}
+
+// conformance: operations/dashboard-keyboard: lists are paged, rows chosen and opened, pages changed and the theme switched with the keyboard alone
+// needs: chromium
+#[tokio::test(flavor = "multi_thread")]
+async fn lists_are_paged_and_everything_is_reached_by_keyboard() {
+    let Some(browser) = Browser::start().await else {
+        return;
+    };
+    let server = Served::start().await;
+    let events = (0..130).map(|n| {
+        Event::builder("order.placed")
+            .json(&json!({ "n": n }))
+            .build()
+            .unwrap()
+    });
+    server
+        .bus
+        .publish_batch(events.collect::<Vec<_>>())
+        .await
+        .unwrap();
+    browser.open(&url(&server, "/events")).await;
+    let rows = "document.querySelectorAll('#event-rows tr').length";
+    browser.wait_for(&format!("{rows} === 50")).await;
+    let first = browser
+        .eval("document.querySelector('#event-rows tr').dataset.href")
+        .await;
+    browser.press(&["n"]).await;
+    browser
+        .wait_for("location.search.includes('cursor=')")
+        .await;
+    browser.wait_for(&format!("{rows} === 50")).await;
+    let second = browser
+        .eval("document.querySelector('#event-rows tr').dataset.href")
+        .await;
+    assert_ne!(first, second);
+    browser.press(&["n"]).await;
+    browser.wait_for(&format!("{rows} === 30")).await;
+    browser.press(&["j", "j", "k"]).await;
+    browser
+        .wait_for(
+            "document.querySelector('#event-rows tr').getAttribute('aria-selected') === 'true'",
+        )
+        .await;
+    browser.press(&["\u{e007}"]).await;
+    browser
+        .wait_for("location.pathname.startsWith('/events/')")
+        .await;
+    browser.press(&["g", "d"]).await;
+    browser
+        .wait_for("location.pathname === '/dead-letters'")
+        .await;
+    browser.press(&["g", "e"]).await;
+    browser.wait_for("location.pathname === '/events'").await;
+    browser.wait_for("document.readyState === 'complete'").await;
+    browser.press(&["/"]).await;
+    browser
+        .wait_for("document.activeElement.id === 'search'")
+        .await;
+    browser.press(&["\u{e00c}"]).await;
+    let before = browser
+        .eval("getComputedStyle(document.body).backgroundColor")
+        .await;
+    browser.press(&["t"]).await;
+    browser
+        .wait_for(&format!(
+            "getComputedStyle(document.body).backgroundColor !== {before}"
+        ))
+        .await;
+    browser.press(&["?"]).await;
+    browser
+        .wait_for("document.querySelector('#keys').open")
+        .await;
+    browser.no_errors().await;
+    drop(browser);
+    server.stop().await;
+}
+
+// conformance: framework/websocket-reconnect: the client of the dashboard waits 1 to 30 seconds, twice as long after each failure, less a random part
+// needs: chromium
+#[tokio::test(flavor = "multi_thread")]
+async fn the_client_of_the_dashboard_reconnects_with_backoff_and_jitter() {
+    let Some(browser) = Browser::start().await else {
+        return;
+    };
+    let server = Served::start().await;
+    browser.open(&url(&server, "/system")).await;
+    // Connections that always fail, and a clock that only notes how long it was asked to wait.
+    let script = "
+        window.waits = [];
+        window.WebSocket = class extends EventTarget {
+            constructor() {
+                super();
+                queueMicrotask(() => this.dispatchEvent(new Event('close')));
+            }
+        };
+        const later = window.setTimeout;
+        window.setTimeout = (work, wait) => {
+            window.waits.push(wait);
+            if (window.waits.length < 8) later(work, 0);
+        };
+        import('/assets/live.js').then((live) => live.subscribe({ topic: 'overview' }, () => {}));
+    ";
+    browser
+        .eval(&format!("(() => {{ {script} return true; }})()"))
+        .await;
+    browser.wait_for("window.waits.length >= 8").await;
+    let waits = browser.eval("window.waits").await;
+    let waits: Vec<f64> = waits
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|wait| wait.as_f64().unwrap())
+        .collect();
+    let longest = [
+        1000.0, 2000.0, 4000.0, 8000.0, 16_000.0, 30_000.0, 30_000.0, 30_000.0,
+    ];
+    for (wait, longest) in waits.iter().zip(longest) {
+        assert!(
+            (longest / 2.0..=longest).contains(wait),
+            "{wait} of {longest}: {waits:?}"
+        );
+    }
+    let share = |n: usize| waits[n] / longest[n];
+    assert!(
+        (1..8).any(|n| (share(n) - share(0)).abs() > 1e-6),
+        "no jitter: {waits:?}"
+    );
+    drop(browser);
+    server.stop().await;
+}
