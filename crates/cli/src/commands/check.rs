@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use everbus_core::{Capabilities, CheckReport, Code, Engine, Error, Weakness};
+use everbus_core::{Capabilities, CheckReport, Code, Engine, Error, OrderScope, Weakness};
 use indicatif::ProgressBar;
 use rusqlite::{Connection, OpenFlags};
 use serde_json::json;
@@ -108,6 +108,30 @@ fn integrity(path: &Path) -> rusqlite::Result<String> {
     Ok(problems.join("; "))
 }
 
+/// What an engine does less well than the file, and what that means for handlers.
+fn limits(offers: &Capabilities) -> Vec<&'static str> {
+    let all = [
+        (
+            offers.order == OrderScope::Log,
+            "order: events of one key come in order, others may not",
+        ),
+        (
+            offers.atomic_follow_ups,
+            "follow-up events are stored before the ack: after a crash a handler may publish them again, under the same ids",
+        ),
+        (
+            offers.atomic_dead_letter,
+            "a dead letter is stored before its event is acked: after a crash the event may be handled once more",
+        ),
+        (
+            !offers.drops_by_age,
+            "the server removes events by the age of their stream, also those that a group has not got: watch the lag",
+        ),
+    ];
+    let missing = all.into_iter().filter(|(offered, _)| !offered);
+    missing.map(|(_, text)| text).collect()
+}
+
 fn print(verdict: &Verdict, output: &mut Output) -> Outcome {
     let report = &verdict.report;
     let capabilities = verdict.capabilities.as_ref();
@@ -129,6 +153,9 @@ fn print(verdict: &Verdict, output: &mut Output) -> Outcome {
         ))?;
         for weakness in &verdict.weaknesses {
             output.line(format!("    {}", escaped(&weakness.to_string())))?;
+        }
+        for limit in limits(capabilities) {
+            output.line(format!("    {limit}"))?;
         }
     }
     for finding in &report.findings {

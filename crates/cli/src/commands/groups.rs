@@ -77,6 +77,19 @@ async fn list(engine: &Engine, by_stream: bool, target: &Target, output: &mut Ou
             Suggestion::new(target, &command)
         ))?;
     }
+    for (group, of) in groups
+        .iter()
+        .flat_map(|g| g.streams.iter().map(move |s| (g, s)))
+    {
+        if of.lag.dropped > 0 {
+            output.line(format!(
+                "{}: the server removed {} of {} by age before the group got them",
+                escaped(&group.name.to_string()),
+                counted(of.lag.dropped, "event"),
+                escaped(&of.stream)
+            ))?;
+        }
+    }
     Ok(())
 }
 

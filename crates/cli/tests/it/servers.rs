@@ -179,6 +179,11 @@ fn moves(bus: &Remote) {
     assert_eq!(checked["ok"], true, "{checked}");
     let said = bus.run(&["check"]).ok();
     assert!(said.contains("durability"), "{said}");
+    let offers = &checked["capabilities"];
+    let one_step = offers["atomic_dead_letter"].as_bool().unwrap();
+    let two_steps = said.contains("a dead letter is stored before its event is acked");
+    assert_eq!(two_steps, !one_step, "{said}");
+    assert_eq!(said.contains("order: "), offers["order"] == "key", "{said}");
 }
 
 /// What needs a store: events, get, dlq, replay into a group.
@@ -222,6 +227,7 @@ fn remembers(bus: &Remote) {
     assert_eq!(left["dead_letters"], json!([]), "{left}");
 }
 
+// conformance: engines/cli-limits: check names no limit for PostgreSQL
 // conformance: engines/cli-postgres: publish, tail, events, get, dlq, groups, replay, outbox, streams and check work on PostgreSQL
 // needs: PostgreSQL
 #[test]
@@ -248,6 +254,7 @@ fn the_commands_work_on_nats_with_a_file_beside_it() {
     remembers(&bus);
 }
 
+// conformance: engines/cli-limits: check says that a dead letter on NATS is stored before its event is acked
 // conformance: engines/cli-nats: on NATS alone publish, tail, groups, replay of a range, streams and check work; what needs a store is refused, and the hint names --store
 // needs: nats-server
 #[test]

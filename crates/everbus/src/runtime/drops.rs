@@ -60,7 +60,7 @@ pub(super) fn report(shared: &Arc<Shared>, groups: &[GroupInfo]) {
             guard::log(|| {
                 shared
                     .stats
-                    .age_used(&group.name, &of.stream, used, dropped)
+                    .age_used(&group.name, &of.stream, used, dropped);
             });
             let (group, stream) = (&group.name, &*of.stream);
             if newly_at_risk {

@@ -4,6 +4,7 @@
 //! Raw and Everbus take turns for several rounds, each on an empty database or account of a private server, and
 //! the median counts. A rate counts only if everything was stored and handled.
 
+mod bloat;
 mod nats;
 mod ours;
 mod postgres;
@@ -25,7 +26,9 @@ const FETCH: usize = 500;
 
 const USAGE: &str = "\
 usage: everbus-bench-engines [-o json] [--quick] [--events N] [ENGINE…]
+       everbus-bench-engines [-o json] --bloat N
 
+--bloat sends N events through PostgreSQL and prints what its hot tables weigh meanwhile.
 ENGINE is postgres or nats; all if none is named. The servers are started for the run.";
 
 /// What a run is asked to do.
@@ -34,6 +37,7 @@ struct Plan {
     events: usize,
     rounds: usize,
     samples: usize,
+    bloat: Option<usize>,
     engines: Vec<String>,
 }
 
@@ -44,6 +48,7 @@ impl Plan {
             events: 50_000,
             rounds: 3,
             samples: 1000,
+            bloat: None,
             engines: Vec::new(),
         };
         let mut arguments = arguments;
@@ -63,6 +68,10 @@ impl Plan {
                     plan.events = number.ok_or_else(|| {
                         format!("--events takes a number from {} on", PUBLISHERS * BATCH)
                     })?;
+                }
+                "--bloat" => {
+                    let number = arguments.next().and_then(|n| n.parse().ok());
+                    plan.bloat = Some(number.ok_or("--bloat takes a number of events")?);
                 }
                 "postgres" | "nats" => plan.engines.push(argument),
                 other => return Err(format!("{other:?} is not known")),
@@ -86,6 +95,9 @@ struct Line {
     /// Events per second, or microseconds at the 99th percentile for `latency`.
     ours: f64,
     raw: f64,
+    /// Of `latency`: the medians of Everbus and of the raw client, in microseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    medians: Option<[f64; 2]>,
     /// `ours / raw`; for `latency` it is the difference in microseconds.
     ratio: f64,
     target: &'static str,
@@ -111,22 +123,25 @@ fn main() -> ExitCode {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build();
-    let lines = match runtime {
-        Ok(runtime) => runtime.block_on(measure(&plan)),
+    let measured = match runtime {
+        Ok(runtime) => runtime.block_on(run(&plan)),
         Err(error) => Err(error.into()),
     };
-    match lines {
-        Ok(lines) => {
-            if plan.json {
-                print_json(&lines);
-            }
-            ExitCode::SUCCESS
-        }
+    match measured {
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             say(&format!("{error}"));
             ExitCode::FAILURE
         }
     }
+}
+
+async fn run(plan: &Plan) -> Outcome<()> {
+    match plan.bloat {
+        Some(events) => print_json(plan, &bloat::measure(plan, events).await?),
+        None => print_json(plan, &measure(plan).await?),
+    }
+    Ok(())
 }
 
 async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
@@ -197,6 +212,7 @@ fn compare(
                 payload_bytes,
                 ours: ours.round(),
                 raw: raw.round(),
+                medians: None,
                 ratio: round(ours / raw),
                 target: if least > 0.8 {
                     "≥ 0.85 × raw"
@@ -207,21 +223,19 @@ fn compare(
             }
         })
         .collect();
-    let p99 = |rounds: &[Round]| {
-        median(
-            rounds
-                .iter()
-                .map(|r| percentile(&r.latencies, 0.99))
-                .collect(),
-        )
+    let latency = |rounds: &[Round], share: f64| {
+        let of_rounds = rounds.iter().map(|r| percentile(&r.latencies, share));
+        median(of_rounds.collect()).round()
     };
-    let (ours, raw) = (p99(ours), p99(raw));
+    let medians = [latency(ours, 0.5), latency(raw, 0.5)];
+    let (ours, raw) = (latency(ours, 0.99), latency(raw, 0.99));
     lines.push(Line {
         engine,
         scenario: "latency",
         payload_bytes,
-        ours: ours.round(),
-        raw: raw.round(),
+        ours,
+        raw,
+        medians: Some(medians),
         ratio: round(ours - raw),
         target: "p99 ≤ raw + 200 µs",
         met: ours <= raw + 200.0,
@@ -245,8 +259,11 @@ fn round(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
-fn print_json(lines: &[Line]) {
+fn print_json(plan: &Plan, lines: &impl Serialize) {
     use std::io::Write as _;
+    if !plan.json {
+        return;
+    }
     let mut out = std::io::stdout().lock();
     let _ = serde_json::to_writer_pretty(&mut out, lines);
     let _ = writeln!(out);
@@ -285,6 +302,9 @@ fn print_rows(lines: &[Line]) {
             line.target,
             if line.met { "yes" } else { "NO" }
         );
+        if let Some([ours, raw]) = line.medians {
+            let _ = writeln!(out, "{:9} {:11} {:>6} {ours:>9} {raw:>9}", "", "p50", "");
+        }
     }
 }
 

@@ -40,7 +40,7 @@ fn event(payload: usize) -> Outcome<Event> {
     Ok(Event::builder(TYPE).payload(body).build()?)
 }
 
-async fn publish(bus: &Bus, events: usize, payload: usize) -> Outcome<Duration> {
+pub(crate) async fn publish(bus: &Bus, events: usize, payload: usize) -> Outcome<Duration> {
     let began = Instant::now();
     let mut tasks = JoinSet::new();
     for _ in 0..PUBLISHERS {
@@ -99,19 +99,24 @@ async fn finished(bus: &Bus, handled: &AtomicU64, events: usize) -> Outcome<()> 
     while handled.load(Ordering::Relaxed) < events as u64 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    loop {
-        let groups = bus.groups().await?;
-        let open = |g: &everbus::GroupInfo| g.behind + g.in_flight + g.waiting;
-        if groups.iter().all(|group| open(group) == 0) {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    settled(bus).await?;
     let handled = handled.load(Ordering::Relaxed);
     if handled == events as u64 {
         return Ok(());
     }
     Err(format!("{handled} events were handled instead of {events}").into())
+}
+
+/// Waits until no group has anything left to do.
+pub(crate) async fn settled(bus: &Bus) -> Outcome<()> {
+    loop {
+        let groups = bus.groups().await?;
+        let open = |g: &everbus::GroupInfo| g.behind + g.in_flight + g.waiting;
+        if groups.iter().all(|group| open(group) == 0) {
+            return Ok(());
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
 }
 
 /// From the call of `publish` to the begin of the handler, one event at a time.

@@ -26,7 +26,7 @@ CREATE TABLE raw_group (name text PRIMARY KEY, cursor bigint NOT NULL);
 CREATE TABLE raw_claims (id bigserial PRIMARY KEY, lo bigint NOT NULL, hi bigint NOT NULL, until timestamptz NOT NULL);
 INSERT INTO raw_group VALUES ('bench', 0);";
 
-fn server() -> Outcome<&'static Postgres> {
+pub(crate) fn server() -> Outcome<&'static Postgres> {
     static SERVER: std::sync::OnceLock<Option<Postgres>> = std::sync::OnceLock::new();
     let server = SERVER.get_or_init(Postgres::start).as_ref();
     server.ok_or_else(|| "PostgreSQL is not installed".into())
