@@ -15,6 +15,7 @@ use crate::errors::number;
 use crate::groups::{self, Group, Record, Subscription};
 use crate::names;
 use crate::streams::{self, StreamHandle};
+use crate::wire;
 
 /// A record that others change at the same time is changed again, this often at most.
 pub(crate) const TRIES: usize = 50;
@@ -232,7 +233,8 @@ impl Shared {
                     Some((name, seq)) if *name == stream.name => *seq,
                     _ => after_all,
                 },
-                Some(StartFrom::Time(time)) => self.seq_at(stream, time).await?,
+                // Readers pass over those that are earlier.
+                Some(StartFrom::Time(time)) => self.seq_at(stream, time.minus(wire::SKEW)).await?,
                 None if known => after_all,
                 // It appeared after the group.
                 None => 1,

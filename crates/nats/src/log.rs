@@ -6,7 +6,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{BoxFuture, Cursor, Log, Pattern, Position, Recorded, Result, StartFrom};
+use everbus_core::{
+    BoxFuture, Cursor, Log, Pattern, Position, Recorded, Result, StartFrom, Timestamp,
+};
 
 use crate::api::{Stored, Which};
 use crate::broker::{Nats, Shared};
@@ -101,6 +103,27 @@ impl Shared {
         }
         Ok((found, reached))
     }
+
+    /// The place before the first event received at a time.
+    async fn before_time(&self, stream: &StreamHandle, time: Timestamp) -> Result<u64> {
+        // Publishers stamp an event shortly before the server does.
+        let mut seq = self.seq_at(stream, time).await?;
+        loop {
+            let which = Which {
+                seq: Some(seq),
+                next_by_subj: Some(stream.subject(">")),
+                ..Which::default()
+            };
+            let Some(stored) = self.link.message(&stream.name, &which).await? else {
+                return Ok(seq.saturating_sub(1));
+            };
+            let received_at = record(stream, &stored).received_at;
+            if wire::deciding_time(received_at, stored.time) >= time {
+                return Ok(seq.saturating_sub(1));
+            }
+            seq = stored.seq + 1;
+        }
+    }
 }
 
 impl Log for Nats {
@@ -166,8 +189,8 @@ impl Log for Nats {
             };
             if let StartFrom::Time(time) = from {
                 for stream in &streams {
-                    let first = shared.seq_at(stream, time).await?;
-                    cursor.advance(Position::new(stream.shard, first.saturating_sub(1)));
+                    let place = shared.before_time(stream, time).await?;
+                    cursor.advance(Position::new(stream.shard, place));
                 }
             }
             Ok(cursor)

@@ -474,8 +474,8 @@ impl Reader {
         let event_type = event.event_type();
         let handled = self.desk.state.lock().handled.clone();
         let handles = handled.iter().any(|pattern| pattern.matches(event_type));
-        // By the clock of the server: those of publishers differ.
-        let early = |since: Timestamp| item.stored_at < since;
+        let received = wire::deciding_time(item.record.received_at, item.stored_at);
+        let early = |since: Timestamp| received < since;
         let mut passes = !event.is_for(&group.name) || group.record().since.is_some_and(early);
         if !passes {
             let matches = || group.patterns().iter().any(|p| p.matches(event_type));

@@ -11,6 +11,8 @@
 //! | `Everbus-Type` | the type, where the subject does not say it |
 //! | `Everbus-Attributes` | the attributes as JSON |
 
+use std::time::Duration;
+
 use async_nats::{HeaderMap, HeaderValue};
 use bytes::Bytes;
 use everbus_core::{Attributes, Code, Error, Event, EventId, Result, Timestamp};
@@ -239,6 +241,15 @@ fn raw(
         payload.clone(),
         attributes,
     )
+}
+
+/// Clocks of publishers that differ from the server's by more are not trusted.
+pub(crate) const SKEW: Duration = Duration::from_secs(5);
+
+/// The time of receipt where a time decides: the publisher's stamp, or the server's time if they disagree.
+pub(crate) fn deciding_time(stamp: Timestamp, stored: Timestamp) -> Timestamp {
+    let apart = stored.since(stamp).max(stamp.since(stored));
+    if apart > SKEW { stored } else { stamp }
 }
 
 /// Version, time of the event, time of receipt.

@@ -410,7 +410,7 @@ async fn a_stream_without_direct_reads_is_read() {
     assert_eq!(handle(&engine, "g", 1).await, ["order.second"]);
 }
 
-// conformance: contract/nats-server-time: where a time decides, it is that of the server: a group since a time gets the later events of a publisher whose clock is slow
+// conformance: contract/nats-server-time: a group since a time gets the later events of a publisher whose clock is slow: a stamp far from the server's time does not count
 // needs: nats-server
 #[tokio::test]
 async fn a_slow_clock_of_a_publisher_hides_nothing() {
