@@ -29,8 +29,6 @@ pub(crate) type RowId = (u32, u64);
 
 /// More unfinished events of a partition than this are not begun, so that the metadata has room for them.
 const MOST_OPEN: usize = 400;
-/// As many separate ranges may be done above the floor.
-const MOST_RANGES: usize = 500;
 /// From this attempt on, an event that may have ended its process runs only while no other one does.
 const ALONE: u32 = 3;
 /// As many partitions that have gone are remembered.

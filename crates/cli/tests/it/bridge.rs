@@ -106,6 +106,7 @@ fn kill_again_and_again(shop: &Shop, from: &str, to: &str, more: &[&str]) -> Vec
     })
 }
 
+// conformance: contract/engine-bridges: a bridge that is killed again and again carries every event
 // conformance: engines/bridge-killed: a bridge that is killed again and again loses nothing, and doubles nothing at a target that recognises ids; with --ordered the order of each key is kept
 #[test]
 fn a_bridge_between_files_is_killed_and_nothing_is_lost() {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use everbus_core::{Shard, Timestamp};
+use everbus_core::{Progress, Shard, Timestamp};
 
 use super::{
     AFTER_REFUSAL, Board, Counts, Load, MOST_BYTES, MOST_FRESH, Part, Partition, Snapshot, State,
@@ -136,7 +136,7 @@ impl Part {
 
     pub(super) fn snapshot(&self, slot: u32) -> Snapshot {
         let mut saved = Saved {
-            progress: self.progress.clone(),
+            progress: up_to(&self.progress, self.begun),
             begun: self.begun,
             entries: self.inherited.clone(),
             dead: self.dead,
@@ -168,6 +168,24 @@ impl Part {
             version: self.version,
         }
     }
+}
+
+/// What is done up to a place. Beyond the last event that has begun only records are done that the group does not
+/// want. To save them would need room for as many ranges as were fetched; they are passed over again instead. Up to
+/// there the ranges are separated by unfinished events, of which only so many are begun.
+fn up_to(progress: &Progress, place: u64) -> Progress {
+    let mut kept = Progress::new(progress.floor());
+    let mut open = None;
+    for (first, last) in progress.unfinished(place) {
+        if let Some(end) = open {
+            kept.complete_range(end + 1, first - 1);
+        }
+        open = Some(last);
+    }
+    if let Some(end) = open.filter(|end| *end < place) {
+        kept.complete_range(end + 1, place);
+    }
+    kept
 }
 
 /// Due times in the metadata are read by other processes, on other machines.

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use everbus_core::{Failure, FailureKind, Timestamp};
 
-use super::{Board, Held, LOOKED_AT, MOST_OPEN, MOST_RANGES, RowId, Seat, State, before, later};
+use super::{Board, Held, LOOKED_AT, MOST_OPEN, RowId, Seat, State, before, later};
 use crate::progress::Last;
 
 impl Board {
@@ -64,9 +64,7 @@ impl Board {
             if id.1 > part.begun {
                 // Places between the last that begun and this one count as begun with it.
                 let begun = begun.entry(id.0).or_default();
-                let full =
-                    part.open + *begun >= MOST_OPEN || part.progress.fragments() >= MOST_RANGES;
-                if full {
+                if part.open + *begun >= MOST_OPEN {
                     continue;
                 }
                 *begun += 1;
