@@ -35,3 +35,4 @@ mod store;
 mod streams;
 mod support;
 mod tail;
+mod worker;
