@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 
 use everbus::{HandlerError, Message, Outcome, StartFrom, TypedEvent as _};
 use everbus_core::{Result, Timestamp};
-use everbus_jobs::events::{Json, TaskCompleted, TaskSpec, TaskStarted};
-use everbus_jobs::{Dispatcher, Jobs, NewJob, NewTask, Origin, WORK, WORKERS, WorkItem};
+use everbus_jobs::events::{Json, TaskCompleted, TaskSpec, TaskStarted, TaskState};
+use everbus_jobs::{
+    Dispatcher, Jobs, NewJob, NewTask, Origin, TaskFilter, WORK, WORKERS, WorkItem,
+};
 
 use crate::sample::{self, expect};
 use crate::{Bench, Figure};
@@ -214,4 +216,79 @@ async fn layered(path: &Path, total: u64, layer: u64, as_job: bool) -> Result<La
         first_half: half,
         last_half: took.saturating_sub(half),
     })
+}
+
+/// Questions to a file with a million tasks, each by a process that was just started on an index that is up to date.
+pub(crate) async fn measure_list(bench: &Bench) -> Result<Figure> {
+    let total = bench.scaled(1_000_000).next_multiple_of(REQUEST);
+    let path = bench.file("listed.db")?;
+    let index = path.with_extension("tasks");
+    let open = async || {
+        let bus = sample::open(&path).await?;
+        Jobs::builder().index(&index).open(bus)
+    };
+    let jobs = open().await?;
+    let task = NewTask::new("nothing", Json::empty());
+    let request = vec![task; usize::try_from(REQUEST).unwrap_or(1)];
+    let mut some = String::new();
+    for _ in 0..total / REQUEST {
+        let ids = jobs.submit_all(&request).await?;
+        some = ids.into_iter().next().unwrap_or_default();
+    }
+    let tasks = (0..1_000).map(|n| TaskSpec {
+        task_id: format!("t{n}"),
+        name: "nothing".to_owned(),
+        depends_on: Vec::new(),
+        input: Json::empty(),
+    });
+    let job = NewJob {
+        job_id: Some("job".to_owned()),
+        tasks: tasks.collect(),
+        ..NewJob::default()
+    };
+    bench.say("building the index");
+    let began = Instant::now();
+    jobs.submit_job(job).await?;
+    let built = began.elapsed();
+    jobs.bus().shutdown().await?;
+    let mut slowest: [Vec<Duration>; 4] = Default::default();
+    for _ in 0..bench.rounds() * 4 {
+        let jobs = open().await?;
+        // The first question of a process also reads the pages of the files.
+        let filter = TaskFilter {
+            state: Some(TaskState::Pending),
+            ..TaskFilter::default()
+        };
+        let began = Instant::now();
+        let listed = jobs.tasks(&filter).await?;
+        slowest[0].push(began.elapsed());
+        expect(listed.len() as u64, 100, "tasks are listed")?;
+        let began = Instant::now();
+        let task = jobs.task(&some).await?;
+        slowest[1].push(began.elapsed());
+        expect(u64::from(task.is_some()), 1, "task is found")?;
+        let began = Instant::now();
+        let status = jobs.job("job").await?;
+        slowest[2].push(began.elapsed());
+        expect(
+            status.task_statuses.len() as u64,
+            1_000,
+            "tasks of the job are found",
+        )?;
+        let began = Instant::now();
+        jobs.task_history(&some).await?;
+        slowest[3].push(began.elapsed());
+        jobs.bus().shutdown().await?;
+    }
+    bench.remove(&path);
+    let [list, one, job, history] =
+        slowest.map(|mut times| sample::percentile(&mut times, 0.5) / 1000.0);
+    let most = [list, one, job, history].into_iter().fold(0.0, f64::max);
+    let mut figure = Figure::target("≤ 20 ms each", most <= 20.0).detail(format!(
+        "of {total} tasks, ms: 100 pending {list:.1}, one task {one:.1}, a job of 1,000 {job:.1}, history {history:.1}; \
+         the index was built in {:.1} s",
+        built.as_secs_f64()
+    ));
+    figure.p50_us = Some(crate::figure::round(most * 1000.0, 1));
+    Ok(figure)
 }

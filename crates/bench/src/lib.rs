@@ -90,6 +90,7 @@ scenarios! {
     "jobs": "Tasks that do nothing, from submit to completed, with all their events stored", jobs::measure;
     "jobs-dispatch": "A job of 10,000 tasks in layers of 100: what the dispatcher costs",
         jobs::measure_dispatch;
+    "jobs-list": "Tasks by state, one task, a job and a history, among a million tasks", jobs::measure_list;
 }
 
 /// What every scenario needs to know.

@@ -186,6 +186,13 @@ pub(crate) enum Command {
     /// Submit jobs, graphs of tasks; look at them, draw them, add to them, resume and cancel them
     #[command(subcommand)]
     Job(crate::commands::job::JobCommand),
+    /// Run tasks: start a command for each of them, until Ctrl-C
+    Worker(Box<crate::commands::worker::WorkerArgs>),
+    /// Show which running tasks are stuck and which wait for too long; exit code 1 if there are any
+    Health(crate::commands::health::HealthArgs),
+    /// Submit tasks or publish events at given times; check health and send alerts
+    #[command(subcommand)]
+    Schedule(crate::commands::schedule::ScheduleCommand),
     /// Show how long everything is kept, and remove what is old and no longer needed
     #[command(subcommand)]
     Retention(crate::commands::retention::RetentionCommand),

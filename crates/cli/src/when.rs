@@ -153,6 +153,14 @@ pub(crate) fn parse_wait(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|e| format!("{text:?}: {e}"))
 }
 
+/// Reads a limit: `500ms`, `90s`, `15m`, `12h`, `30d`; more than nothing.
+pub(crate) fn parse_limit(text: &str) -> Result<Duration, String> {
+    match parse_wait(text) {
+        Ok(limit) if !limit.is_zero() => Ok(limit),
+        _ => parse_length(text),
+    }
+}
+
 /// A time to the millisecond: `2026-01-31 12:00:00.123 UTC`.
 pub(crate) fn shown(time: Timestamp) -> String {
     format!("{} UTC", stamp(time))
@@ -236,6 +244,11 @@ mod tests {
 
     #[test]
     fn waits_have_units_and_an_end() {
+        assert_eq!(parse_limit("500ms"), Ok(Duration::from_millis(500)));
+        assert_eq!(parse_limit("2h"), Ok(Duration::from_secs(7200)));
+        for bad in ["0s", "0", "soon", "-1s"] {
+            assert!(parse_limit(bad).is_err(), "{bad}");
+        }
         assert_eq!(parse_wait("10"), Ok(Duration::from_secs(10)));
         assert_eq!(parse_wait("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(parse_wait("2m"), Ok(Duration::from_secs(120)));

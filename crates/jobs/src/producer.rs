@@ -1,8 +1,9 @@
 //! The producer: submits tasks and jobs, adds tasks to jobs, retries, resumes and cancels.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
-use everbus::{Class, Code, Error, Event, Result, Timestamp, TypedEvent as _};
+use everbus::{Class, Code, Error, Event, EventId, Result, Timestamp, TypedEvent as _};
 use serde::Serialize;
 
 use crate::dispatcher::{no_job, output_of};
@@ -19,6 +20,8 @@ use crate::work::{Start, merged, publish_once, run_id};
 
 /// Events in one step.
 const PART: usize = 500;
+/// How long a store beside a broker may be behind.
+const STORED_WITHIN: Duration = Duration::from_secs(30);
 /// How often an add is tried again when others add to the same job.
 const MOST_TRIES: usize = 100;
 
@@ -270,6 +273,7 @@ impl Jobs {
                 .hint("choose another id for the job, or add tasks to it with `everbus job add`"),
                 _ => error,
             })?;
+        self.until_stored(receipt.id()).await?;
         // Of two jobs that name one task at the same moment, the first in the log has it.
         index.catch_up(self.bus(), None).await?;
         let row = index.job(self.tenant(), &job_id)?;
@@ -321,15 +325,19 @@ impl Jobs {
                 run: previous as u64,
                 event_type: JobTasksAdded::TYPE,
             };
+            let id = parts.at(Some(created_at));
             let event = self
                 .emitter(Origin::Producer)
                 .event(&added)
-                .id(parts.at(Some(created_at)))
+                .id(id)
                 .build()?;
             match self.bus().publish(event).await {
-                Ok(_) => {}
+                Ok(receipt) => self.until_stored(receipt.id()).await?,
                 // Another add was first. What it added is looked at before the next try.
-                Err(error) if error.code() == Code::IdReused => continue,
+                Err(error) if error.code() == Code::IdReused => {
+                    self.until_stored(id).await?;
+                    continue;
+                }
                 Err(error) => return Err(error),
             }
             self.index().catch_up(self.bus(), None).await?;
@@ -470,7 +478,10 @@ impl Jobs {
                 .map(|job| job.created_at),
             None => None,
         };
-        publish_once(self.bus(), vec![self.cancel_event(&task, created_at)?]).await?;
+        let event = self.cancel_event(&task, created_at)?;
+        let event_id = event.id();
+        publish_once(self.bus(), vec![event]).await?;
+        self.until_stored(event_id).await?;
         self.index().catch_up(self.bus(), None).await?;
         let task = self.index().task(self.tenant(), id)?;
         Ok(task.is_some_and(|task| task.cancelled))
@@ -501,9 +512,30 @@ impl Jobs {
             for part in events.chunks(PART) {
                 publish_once(self.bus(), part.to_vec()).await?;
             }
+            if let Some(last) = events.last() {
+                self.until_stored(last.id()).await?;
+            }
             let new = open.into_iter().map(|task| task.request_id.clone());
             cancelled.extend(new);
         }
+    }
+
+    /// Waits until the store has an event. Only a store beside a broker may be behind.
+    async fn until_stored(&self, id: EventId) -> Result<()> {
+        if self.bus().engine().background.is_none() {
+            return Ok(());
+        }
+        let begin = tokio::time::Instant::now();
+        while self.bus().lookup()?.find(id).await?.is_empty() {
+            if begin.elapsed() > STORED_WITHIN {
+                let what =
+                    format!("the event {id} is published, and the store does not have it yet");
+                return Err(Error::new(Code::Timeout, what)
+                    .hint("the archive is behind, or no bus with this store runs: `everbus groups` shows it"));
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
     }
 
     fn cancel_event(&self, task: &TaskStatus, created_at: Option<Timestamp>) -> Result<Event> {

@@ -208,10 +208,11 @@ impl Jobs {
             if status.state != JobState::Running {
                 return Ok(status);
             }
+            // Events come in bursts; one look serves many. A look at a large job takes longer.
+            let pause = Duration::from_millis(5 + status.total_tasks as u64 / 100);
             last = Some(status);
             self.bus().log()?.wait_beyond(head).await?;
-            // Events come in bursts; one look serves many.
-            tokio::time::sleep(Duration::from_millis(5)).await;
+            tokio::time::sleep(pause).await;
         }
     }
 }

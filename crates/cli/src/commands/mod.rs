@@ -15,6 +15,7 @@ mod documents;
 pub(crate) mod events;
 mod get;
 mod groups;
+pub(crate) mod health;
 pub(crate) mod job;
 mod jobs_on;
 pub(crate) mod objects;
@@ -25,11 +26,13 @@ pub(crate) mod replay;
 mod replay_runs;
 pub(crate) mod restore;
 pub(crate) mod retention;
+pub(crate) mod schedule;
 pub(crate) mod serve;
 mod streams;
 mod tail;
 pub(crate) mod task;
 pub(crate) mod token;
+pub(crate) mod worker;
 
 use self::jobs_on::jobs_on;
 use clap::CommandFactory as _;
@@ -92,6 +95,10 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Job(job::JobCommand::Dispatch) => {
             job::run(job::JobCommand::Dispatch, &target()?, output).await
         }
+        // It ends or gives back the running tasks after Ctrl-C.
+        Command::Worker(args) => worker::run(*args, &target()?, output).await,
+        Command::Health(args) => until_interrupted(health::run(&args, &target()?, output)).await,
+        Command::Schedule(command) => schedule::run(command, &target()?, output).await,
         Command::Job(command) => until_interrupted(job::run(command, &target()?, output)).await,
         Command::Retention(command) => {
             until_interrupted(retention::run(command, &args, &target()?, output)).await

@@ -36,3 +36,4 @@ mod store;
 mod streams;
 mod support;
 mod tail;
+mod worker;

@@ -7,9 +7,10 @@ use std::time::Duration;
 use everbus::{
     Cursor, Event, EventId, Pattern, Position, Recorded, Result, Timestamp, TypedEvent as _,
 };
+use serde::Deserialize;
 
 use crate::DEFAULT_TENANT;
-use crate::events::{JobTasksAdded, TaskCompleted, TaskState, TaskStatuses};
+use crate::events::{JobCompleted, JobTasksAdded, TaskCompleted, TaskState, TaskStatuses};
 use crate::graph::Graph;
 use crate::handle::Jobs;
 use crate::query::load_graph;
@@ -17,7 +18,11 @@ use crate::state::{Fold, Kind, Note};
 use crate::work::Output;
 
 /// When the graphs in memory have more tasks than this, those that were not used for the longest time go.
-const MOST_TASKS: usize = 500_000;
+const MOST_TASKS: usize = 200_000;
+/// Outputs of more bytes are read from the history when a child starts.
+const KEPT_OUTPUT: usize = 1024;
+/// A completed job goes when this many other events were handled since it was used.
+const KEPT_USES: u64 = 10_000;
 /// Events per read.
 const BATCH: usize = 2_000;
 
@@ -30,6 +35,8 @@ pub(super) struct JobGraph {
     pub(super) nodes: Vec<Node>,
     /// How many tasks have completed.
     completed: usize,
+    /// The number of tasks for which `Job Completed` was seen in the log.
+    told: usize,
     used: u64,
 }
 
@@ -50,6 +57,7 @@ impl JobGraph {
         let mut this = Self {
             nodes: Vec::new(),
             completed: 0,
+            told: 0,
             id,
             created_at,
             graph,
@@ -88,8 +96,13 @@ impl JobGraph {
         node.waits_for == 0 && node.fold.state.is_none()
     }
 
-    pub(super) fn is_completed(&self) -> bool {
-        self.completed == self.graph.len()
+    /// Whether all tasks have completed and no event says so yet.
+    pub(super) fn is_to_be_told(&self) -> bool {
+        self.completed == self.graph.len() && self.told != self.graph.len()
+    }
+
+    fn is_over(&self) -> bool {
+        self.completed == self.graph.len() && self.told == self.graph.len()
     }
 
     pub(super) fn statuses(&self) -> TaskStatuses {
@@ -136,7 +149,15 @@ fn output(event: &Event) -> Option<(Output, EventId)> {
         return Some((Output::Large(event.id()), event.id()));
     }
     let completed: TaskCompleted = event.json().ok()?;
-    Some((Output::of(&completed.output, event.id()), event.id()))
+    let small = completed.output.get().len() <= KEPT_OUTPUT;
+    small.then(|| (Output::of(&completed.output, event.id()), event.id()))
+}
+
+/// The part of `Job Completed` that a graph needs.
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Told {
+    total_tasks: usize,
 }
 
 /// The graphs of all jobs that were used lately.
@@ -197,6 +218,16 @@ impl Graphs {
             if let Some(job) = job.map(|entity| entity.id.clone()) {
                 let tenant = tenant.to_owned();
                 self.forget(&tenant, &job);
+            }
+            return Ok(());
+        }
+        if event.event_type() == JobCompleted::TYPE {
+            let job = event.attributes().and_then(|a| a.entity.as_ref());
+            let key = job.map(|entity| (tenant.to_owned(), entity.id.clone()));
+            if let Some(graph) = key.and_then(|key| self.by_job.get_mut(&key))
+                && let Ok(told) = event.json::<Told>()
+            {
+                graph.told = told.total_tasks;
             }
             return Ok(());
         }
@@ -277,6 +308,15 @@ impl Graphs {
     }
 
     fn make_room(&mut self, wanted: usize) {
+        let uses = self.uses;
+        let over = self
+            .by_job
+            .iter()
+            .filter(|(_, graph)| graph.is_over() && graph.used + KEPT_USES < uses);
+        let over: Vec<(String, String)> = over.map(|(key, _)| key.clone()).collect();
+        for (tenant, job) in over {
+            self.forget(&tenant, &job);
+        }
         while self.tasks + wanted > MOST_TASKS {
             let oldest = self.by_job.iter().min_by_key(|(_, graph)| graph.used);
             let Some((tenant, job)) = oldest.map(|(key, _)| key.clone()) else {
@@ -292,6 +332,8 @@ fn patterns() -> Result<Vec<Pattern>> {
     let kinds = Kind::ALL
         .into_iter()
         .filter(|kind| *kind != Kind::Heartbeat);
-    let types = kinds.map(Kind::event_type).chain([JobTasksAdded::TYPE]);
+    let types = kinds
+        .map(Kind::event_type)
+        .chain([JobTasksAdded::TYPE, JobCompleted::TYPE]);
     types.map(Pattern::new).collect()
 }

@@ -152,9 +152,6 @@ impl Inner {
         if let Some((number, run)) = next.failed {
             failure = Some(failed(graph, number, run, &emitter)?);
         }
-        if next.completed {
-            graphs.forget(&tenant, &job);
-        }
         drop(graphs);
 
         if let Some(failure) = failure {
@@ -278,7 +275,7 @@ fn next(graph: &JobGraph, event: &Event, task: Option<&str>) -> Next {
             let children = graph.graph.children(number).iter().copied();
             Next {
                 starts: children.filter(|n| graph.can_start(*n)).collect(),
-                completed: graph.is_completed(),
+                completed: graph.is_to_be_told(),
                 failed: None,
             }
         }

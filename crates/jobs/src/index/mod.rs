@@ -9,6 +9,7 @@ mod query;
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr as _;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use everbus::{Bus, Code, Cursor, Error, Pattern, Position, Result, TypedEvent as _};
@@ -57,6 +58,8 @@ pub struct Index {
     conn: Mutex<Connection>,
     /// One reader of this process at a time brings the index up to date; the others wait for its result.
     catching_up: tokio::sync::Mutex<()>,
+    /// Whether the index is known to belong to the log.
+    checked: AtomicBool,
     path: Option<PathBuf>,
 }
 
@@ -120,6 +123,7 @@ impl Index {
         Ok(Self {
             conn: Mutex::new(conn),
             catching_up: tokio::sync::Mutex::default(),
+            checked: AtomicBool::new(false),
             path,
         })
     }
@@ -145,11 +149,14 @@ impl Index {
         if let Some(position) = upto {
             goal.advance(position);
         }
-        if self.cursor()?.reaches(&goal) {
+        if self.checked.load(Ordering::Acquire) && self.cursor()?.reaches(&goal) {
             return self.cursor();
         }
         let _one = self.catching_up.lock().await;
-        self.check_log(bus, &goal).await?;
+        if !self.checked.load(Ordering::Acquire) {
+            self.check_log(bus, &goal).await?;
+            self.checked.store(true, Ordering::Release);
+        }
         let patterns = patterns()?;
         loop {
             let from = self.cursor()?;
@@ -178,7 +185,8 @@ impl Index {
         }
     }
 
-    /// Clears the index if it was built from another log, for example after the file of the events was replaced.
+    /// Clears the index if it was built from another log, for example after the file of the events was replaced. If
+    /// retention has removed the last event that was applied, the index is built again as well.
     async fn check_log(&self, bus: &Bus, head: &Cursor) -> Result<()> {
         let last: Option<(Vec<u8>, i64)> = {
             let conn = self.conn.lock();
@@ -193,12 +201,11 @@ impl Index {
             && let Ok(id) = <[u8; 16]>::try_from(id)
         {
             let found = bus.lookup()?.find(everbus::EventId::from_bytes(id)).await?;
-            let at = |place: i64| found.iter().any(|r| to_sql(r.position.place()) == place);
-            if found.is_empty() || at(place) {
+            if found.iter().any(|r| to_sql(r.position.place()) == place) {
                 return Ok(());
             }
         }
-        tracing::warn!(target: "everbus::jobs", "the index of tasks belongs to another log and is built again");
+        tracing::warn!(target: "everbus::jobs", "the index of tasks is built again: it does not belong to this log, or its last event was removed");
         self.clear()
     }
 

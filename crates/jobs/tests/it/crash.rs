@@ -1,7 +1,8 @@
 //! Kills dispatcher, worker and producer during random jobs on one file, and compares the end with a model.
 //!
 //! A short run is a part of every test run. `EVERBUS_JOBS_CAMPAIGN=200 cargo test -p everbus-jobs --test it crash --
-//! --nocapture` runs 200 jobs. `EVERBUS_SEED` repeats one.
+//! --nocapture` runs 200 jobs. `EVERBUS_SEED` repeats one. With `--features postgres` and `EVERBUS_JOBS_ENGINE=postgres`
+//! it runs on PostgreSQL.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -78,7 +79,9 @@ fn model(tasks: &[TaskSpec]) -> TaskStatuses {
 }
 
 async fn open(directory: &Path) -> Jobs {
-    let url = format!("sqlite:{}", directory.join("events.db").display());
+    // The file names another engine, if it is there.
+    let url = std::fs::read_to_string(directory.join("url"));
+    let url = url.unwrap_or_else(|_| format!("sqlite:{}", directory.join("events.db").display()));
     Jobs::new(Bus::open(url).await.unwrap()).unwrap()
 }
 
@@ -185,6 +188,11 @@ async fn killed_dispatchers_workers_and_producers_lose_and_double_nothing() {
     println!("EVERBUS_SEED={seed}");
     let mut random = Random(seed);
     let directory = tempfile::tempdir().unwrap();
+    #[cfg(feature = "postgres")]
+    if std::env::var("EVERBUS_JOBS_ENGINE").is_ok_and(|engine| engine == "postgres") {
+        let server = everbus_testkit::servers::Postgres::shared().expect("no PostgreSQL here");
+        std::fs::write(directory.path().join("url"), server.fresh_database()).unwrap();
+    }
     let jobs = open(directory.path()).await;
     let go = |role| start(role, directory.path(), seed, count);
     let mut processes = vec![

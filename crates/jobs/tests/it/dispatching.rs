@@ -123,6 +123,7 @@ async fn a_failed_job_goes_on_where_it_can_and_is_resumed() {
     jobs.bus().shutdown().await.unwrap();
 }
 
+// conformance: workflow/job-submit: a job is submitted, and tasks are added to it later
 // conformance: workflow/job-adds: tasks added to a completed job reopen it; Job Completed once per totalTasks
 #[tokio::test(flavor = "multi_thread")]
 async fn tasks_are_added_to_a_completed_job_and_concurrent_adds_are_all_kept() {

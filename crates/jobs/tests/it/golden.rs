@@ -226,7 +226,9 @@ async fn the_whole_event_is_the_one_of_the_document() {
     let emitter = jobs.emitter(Origin::Worker).worker("worker-abc123");
     let event = emitter
         .event(&started)
-        .id("ddf71f63-b036-4ac7-ad0f-77a7fdfca352".parse().unwrap())
+        .id("ddf71f63-b036-4ac7-ad0f-77a7fdfca352"
+            .parse::<everbus::EventId>()
+            .unwrap())
         .occurred_at(Timestamp::from_micros(1_767_453_739_640_000))
         .build()
         .unwrap();

@@ -13,6 +13,8 @@ mod dispatching;
 mod golden;
 mod health;
 mod keeping;
+#[cfg(feature = "postgres")]
+mod postgres;
 mod producing;
 mod schedule;
 mod states;

@@ -265,7 +265,6 @@ async fn the_same_job_twice_is_one_job() {
     assert_eq!((second.job_id, second.new), (first.job_id, false));
 }
 
-// conformance: workflow/split-reader: an engine without a history is refused, with a hint
 #[tokio::test]
 async fn an_engine_without_a_history_is_refused_with_a_hint() {
     let bus = Bus::open("memory:").await.unwrap();

@@ -139,7 +139,7 @@ async fn tenants_do_not_see_each_other() {
     assert_eq!(other.task("same").await.unwrap().unwrap().name, "y");
 }
 
-// conformance: workflow/state-machine: the graph of a job as it was at a past moment
+// conformance: workflow/state-job: the graph of a job and the states of its tasks, now and at past moments
 #[tokio::test(flavor = "multi_thread")]
 async fn the_graph_of_a_job_at_a_past_moment() {
     let clock = ManualClock::new(Timestamp::from_micros(1_800_000_000_000_000));
