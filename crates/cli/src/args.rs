@@ -119,6 +119,18 @@ pub(crate) struct Args {
     #[arg(long, global = true, value_name = "TEXT")]
     pub(crate) reason: Option<String>,
 
+    /// How log lines are written
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        value_name = "FORMAT",
+        env = "EVERBUS_LOG_FORMAT",
+        hide_env = true,
+        default_value = "text"
+    )]
+    pub(crate) log_format: OutputFormat,
+
     /// Log more to standard error (-v, -vv, -vvv)
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     pub(crate) verbose: u8,

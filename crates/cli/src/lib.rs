@@ -111,9 +111,12 @@ fn start_logging(args: &Args) {
     let filter = tracing_subscriber::EnvFilter::try_from_env("EVERBUS_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(level));
     let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    tracing_subscriber::fmt()
+    let logs = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        .with_ansi(ansi)
-        .init();
+        .with_ansi(ansi);
+    match args.log_format {
+        OutputFormat::Text => logs.init(),
+        OutputFormat::Json => logs.json().flatten_event(true).init(),
+    }
 }
