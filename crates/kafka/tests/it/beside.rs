@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use everbus_core::{Clock, Engine, SystemClock};
 use everbus_testkit::conformance::Harness;
+use everbus_testkit::servers::Kafka;
 use tokio::task::JoinHandle;
 
 use crate::server;
@@ -58,6 +59,10 @@ impl Harness for Beside {
         self.url.as_ref().map(drop).ok_or_else(server::missing)
     }
 
+    fn by_hand(&self) -> bool {
+        !Kafka::is_asked_for()
+    }
+
     fn survives_restart(&self) -> bool {
         true
     }
@@ -73,5 +78,5 @@ impl Harness for Beside {
 
 // conformance: contract/kafka-beside: the Kafka engine with a SQLite file beside it passes the suite, against a real server
 // conformance: framework/brokers-kafka: the same contract holds on Kafka with a SQLite file beside it
-// needs: Kafka
+// needs: Kafka, by hand
 everbus_testkit::conformance_tests!(Beside::new());

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use everbus_core::{Clock, Engine};
 use everbus_testkit::conformance::Harness;
+use everbus_testkit::servers::Kafka;
 
 use crate::server;
 
@@ -29,6 +30,10 @@ impl Harness for OnServer {
         self.url.as_ref().map(drop).ok_or_else(server::missing)
     }
 
+    fn by_hand(&self) -> bool {
+        !Kafka::is_asked_for()
+    }
+
     fn survives_restart(&self) -> bool {
         true
     }
@@ -39,5 +44,5 @@ impl Harness for OnServer {
 }
 
 // conformance: contract/engine-kafka: the Kafka engine passes the suite every engine passes, against a real server
-// needs: Kafka
+// needs: Kafka, by hand
 everbus_testkit::conformance_tests!(OnServer::new());
