@@ -35,6 +35,8 @@ pub(crate) struct Target {
     /// Only if the option was given.
     max_payload: Option<usize>,
     busy_timeout: Duration,
+    /// Wildcards find streams of other programs.
+    adopts_streams: bool,
     /// Whether the person was told that the command waits, or need not be.
     told: Arc<AtomicBool>,
 }
@@ -76,6 +78,7 @@ impl Target {
             config,
             max_payload: args.max_payload,
             busy_timeout: args.busy_timeout,
+            adopts_streams: false,
             // With JSON output nothing is said about waiting.
             told: Arc::new(AtomicBool::new(args.output == OutputFormat::Json)),
         })
@@ -107,8 +110,15 @@ impl Target {
             config,
             max_payload: args.max_payload,
             busy_timeout: args.busy_timeout,
+            adopts_streams: false,
             told: Arc::new(AtomicBool::new(args.output == OutputFormat::Json)),
         })
+    }
+
+    /// The same, with the streams of other programs, where the engine has them.
+    pub(crate) fn with_all_streams(mut self) -> Self {
+        self.adopts_streams = true;
+        self
     }
 
     /// Its name without credentials. Two names are equal only if they name the same log.
@@ -381,9 +391,10 @@ impl Target {
                     builder = builder.store(store);
                 }
                 // Credentials of the configuration's own broker.
-                if let Some(broker) = self.load_config()?.and_then(|config| config.broker) {
-                    builder = builder.access(broker.access);
-                }
+                let broker = self.load_config()?.and_then(|config| config.broker);
+                let mut access = broker.map(|broker| broker.access).unwrap_or_default();
+                access.redis.adopt_streams |= self.adopts_streams;
+                builder = builder.access(access);
                 let url = match place {
                     Place::File(path) => format!("sqlite:{}", path.to_string_lossy()),
                     Place::Url(url) => url.clone(),

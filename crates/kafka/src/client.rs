@@ -259,12 +259,10 @@ fn not_connected(link: &Link, error: &KafkaError) -> Error {
             "set tls only for a listener that has it; broker.tls.ca names the root certificate of the server",
         );
     }
-    if has("invalid response")
-        || has("apiversion")
-        || has("disconnected")
-        || has("larger than")
-        || has("protocol")
-    {
+    // A server that is killed while it answers looks like one that speaks another protocol and hangs up: only an
+    // answer tells that it is another one.
+    let hung_up = has("disconnected") && !has("invalid response");
+    if !hung_up && (has("invalid response") || has("larger than") || has("protocol")) {
         return new(
             Code::InvalidUrl,
             format!("{servers} does not answer as a Kafka broker does: {said}"),

@@ -34,8 +34,9 @@ a new time of receipt. A group of the source remembers how far the bridge is, an
 only once the target has it, so a bridge that was killed goes on where it was. A target that \
 recognises ids stores nothing twice.
 
-An end is a file, a URL (sqlite:FILE, postgres://HOST/DATABASE, nats://HOST) or an everbus.yaml, \
-which also has its credentials, streams and store.
+An end is a file, a URL (sqlite:FILE, postgres://HOST/DATABASE, nats://HOST, redis://HOST, \
+kafka://HOST) or an everbus.yaml, which also has its credentials, streams and store. From Redis, streams \
+that only other programs have written are carried too.
 
 To move to another engine while publishers run: bridge --until caught-up; let the publishers publish \
 to the target; bridge --until caught-up once more. It ends with exit code 0 when the target has every \
@@ -96,7 +97,7 @@ pub(crate) async fn run(bridge: BridgeArgs, args: &Args, output: &mut Output) ->
             Some("name them with --from and --to; each may be a configuration file"),
         ));
     }
-    let from = Target::end(&bridge.from, bridge.from_store.clone(), args)?;
+    let from = Target::end(&bridge.from, bridge.from_store.clone(), args)?.with_all_streams();
     let to = Target::end(&bridge.to, bridge.to_store.clone(), args)?;
     if from.is_same_as(&to) {
         let what = format!("{} is the source and the target", from.label());

@@ -68,6 +68,12 @@ async fn list(engine: &Engine, by_stream: bool, target: &Target, output: &mut Ou
         }
     }
     table.print(output)?;
+    for group in &groups {
+        if let Some(held_back) = &group.held_back {
+            let name = group.name.to_string();
+            output.line(format!("{}: {}", escaped(&name), escaped(held_back)))?;
+        }
+    }
     for group in groups.iter().filter(|group| group.unhandled > 0) {
         let command = format!("groups show {}", shell_word(&group.name.to_string()));
         output.line(format!(

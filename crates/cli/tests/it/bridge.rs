@@ -388,3 +388,60 @@ mod servers {
         });
     }
 }
+
+#[cfg(feature = "redis")]
+mod redis {
+    use everbus_testkit::servers::{Redis, RedisOptions};
+
+    use super::*;
+
+    // conformance: engines/bridge-redis: events go from a file to Redis and from Redis to a file, whole and once, also if the bridge is killed, and with the streams that only other programs have written
+    // needs: redis-server
+    #[test]
+    fn events_go_through_redis() {
+        let Some(server) = Redis::start(RedisOptions::default()) else {
+            return;
+        };
+        let shop = Shop::new();
+        let path = |name: &str| shop.path(name).display().to_string();
+        let first = kill_again_and_again(&shop, &path("from.db"), &server.url(), &[]);
+        // A program without Everbus.
+        server.command("XADD mails:mail-sent * n 1");
+        let ran = caught_up(&shop, &server.url(), &path("to.db"), &[]);
+        assert_eq!(ran.json()["moved"], first.len() + 1, "{ran:?}");
+        on_runtime(async {
+            let target = open(&path("to.db")).await;
+            let (mails, last): (Vec<Event>, Vec<Event>) = all(&target)
+                .await
+                .into_iter()
+                .partition(|event| event.event_type() == "mails.mail.sent");
+            assert_eq!(mails.len(), 1);
+            assert_complete(&last, first.len() as u64, false);
+            let whole: BTreeMap<EventId, &Event> = first.iter().map(|e| (e.id(), e)).collect();
+            for event in &last {
+                assert!(event.same_body(whole[&event.id()]), "{}", event.id());
+            }
+            target.shutdown().await.unwrap();
+        });
+        // And not back: they came from there.
+        let back = caught_up(&shop, &path("to.db"), &server.url(), &[]).json();
+        assert_eq!(back["moved"], 0, "{back}");
+    }
+
+    // conformance: engines/redis-cli: the commands work on a Redis server: publish, groups, check
+    // needs: redis-server
+    #[test]
+    fn the_commands_work_on_redis() {
+        let Some(server) = Redis::start(RedisOptions::default()) else {
+            return;
+        };
+        let shop = Shop::new();
+        let url = server.url();
+        let run = |words: &[&str]| shop.run(&[&["--broker", &url][..], words].concat());
+        run(&["publish", "order.placed", "--count", "3"]).ok();
+        let groups = run(&["-o", "json", "groups"]);
+        assert_eq!(groups.code, 0, "{groups:?}");
+        let checked = shop.run(&["check", "--broker", &url]);
+        assert_eq!(checked.code, 0, "{checked:?}");
+    }
+}

@@ -128,3 +128,30 @@ async fn the_file_of_the_specification_runs_as_written() {
     assert_eq!(letters.count(Default::default()).await.unwrap(), 1);
     bus.shutdown().await.unwrap();
 }
+
+// conformance: contract/redis-settings: the settings of the engine stand in everbus.yaml, and other engines refuse them
+#[test]
+fn the_settings_of_the_engine_stand_in_the_file() {
+    let text = "broker:\n  url: redis://localhost\n  window: 1m\n  stale_after: 10m\n  stale_count: 7\n  \
+                keep_finished: 1000\n  timeout: 2s\n  allow_eviction: true\n  adopt_streams: true\n";
+    let config = Config::parse(text, "events.yaml").unwrap();
+    let redis = config.broker.unwrap().access.redis;
+    let seconds = |n| Some(std::time::Duration::from_secs(n));
+    assert_eq!(
+        (redis.window, redis.stale_after, redis.timeout),
+        (seconds(60), seconds(600), seconds(2))
+    );
+    assert_eq!(
+        (redis.stale_count, redis.keep_finished),
+        (Some(7), Some(1000))
+    );
+    assert!(redis.allow_eviction && redis.adopt_streams);
+    for url in ["nats://localhost", "kafka://localhost", "sqlite:a.db"] {
+        let text = format!("broker: {{url: '{url}', stale_after: 10m}}");
+        let error = Config::parse(&text, "events.yaml").unwrap_err();
+        assert!(
+            error.to_string().contains("is for a redis broker"),
+            "{error}"
+        );
+    }
+}
