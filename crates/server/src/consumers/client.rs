@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::pin::pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -153,14 +154,15 @@ impl Address {
                 text: String::from_utf8_lossy(&text).into_owned(),
             })
         };
-        // The connection lives as long as the exchange, and ends with it when the handler's time is over.
+        let (mut exchange, mut connection) = (pin!(exchange), pin!(connection));
+        // The connection lives as long as the exchange, and ends with it when the handler's time is over. A receiver
+        // may close it right after its answer, which is complete then: the exchange still has to read it.
         tokio::select! {
-            reply = exchange => reply,
-            ended = connection => Err(match ended {
-                Err(error) => failed(&error),
-                Ok(()) => failed(&"the connection was closed before an answer"),
-            }),
+            biased;
+            reply = &mut exchange => return reply,
+            _ = &mut connection => {}
         }
+        exchange.await
     }
 }
 
