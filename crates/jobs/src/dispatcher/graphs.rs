@@ -261,10 +261,11 @@ impl Graphs {
         }
         self.uses += 1;
         let uses = self.uses;
-        Ok(self.by_job.get_mut(&key).map(|graph| {
+        let mut graph = self.by_job.get_mut(&key);
+        if let Some(graph) = &mut graph {
             graph.used = uses;
-            graph
-        }))
+        }
+        Ok(graph)
     }
 
     async fn load(

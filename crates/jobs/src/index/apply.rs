@@ -50,12 +50,18 @@ fn apply_one(conn: &Connection, record: &Recorded) -> rusqlite::Result<()> {
     let tenant = record.event.tenant().unwrap_or(DEFAULT_TENANT);
     match record.event.event_type() {
         JobCreated::TYPE => match record.event.json::<JobCreated>() {
-            Ok(job) => job_created(conn, tenant, record, job),
-            Err(error) => Ok(unreadable(record, &error)),
+            Ok(job) => job_created(conn, tenant, record, &job),
+            Err(error) => {
+                unreadable(record, &error);
+                Ok(())
+            }
         },
         JobTasksAdded::TYPE => match record.event.json::<JobTasksAdded>() {
-            Ok(added) => tasks_added(conn, tenant, added),
-            Err(error) => Ok(unreadable(record, &error)),
+            Ok(added) => tasks_added(conn, tenant, &added),
+            Err(error) => {
+                unreadable(record, &error);
+                Ok(())
+            }
         },
         _ => match Note::of(record) {
             Some(note) => task_event(conn, tenant, &note),
@@ -74,7 +80,7 @@ fn job_created(
     conn: &Connection,
     tenant: &str,
     record: &Recorded,
-    job: JobCreated,
+    job: &JobCreated,
 ) -> rusqlite::Result<()> {
     let known = "SELECT 1 FROM jobs WHERE tenant = ?1 AND id = ?2";
     if conn
@@ -107,7 +113,7 @@ fn job_created(
     }
 }
 
-fn tasks_added(conn: &Connection, tenant: &str, added: JobTasksAdded) -> rusqlite::Result<()> {
+fn tasks_added(conn: &Connection, tenant: &str, added: &JobTasksAdded) -> rusqlite::Result<()> {
     let sql = "SELECT total FROM jobs WHERE tenant = ?1 AND id = ?2 AND refused IS NULL";
     let total: Option<i64> = conn
         .prepare_cached(sql)?
@@ -118,7 +124,7 @@ fn tasks_added(conn: &Connection, tenant: &str, added: JobTasksAdded) -> rusqlit
     if total != Some(to_sql(previous as u64)) {
         return Ok(());
     }
-    if taken(conn, tenant, &added.new_tasks)?.is_some() || !fits(conn, tenant, &added)? {
+    if taken(conn, tenant, &added.new_tasks)?.is_some() || !fits(conn, tenant, added)? {
         return Ok(());
     }
     let sql = "UPDATE jobs SET total = ?3 WHERE tenant = ?1 AND id = ?2";
