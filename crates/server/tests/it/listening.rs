@@ -152,7 +152,7 @@ async fn messages_that_make_no_sense_are_answered_and_the_connection_goes_on() {
     let bad = [
         (json!({ "type": "dance" }), "InvalidPayloadError"),
         (
-            json!({ "type": "subscribe", "id": "x", "patterns": ["a..b"] }),
+            json!({ "type": "subscribe", "id": "x", "patterns": ["a.>.b"] }),
             "InvalidPattern",
         ),
         (

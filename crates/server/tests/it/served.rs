@@ -120,9 +120,24 @@ async fn exchange(
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(request.as_bytes()).await?;
     let mut bytes = Vec::new();
-    let read = stream.read_to_end(&mut bytes);
+    let read = async {
+        // Some servers keep the connection open although they were asked to close it.
+        while !is_complete(&bytes) && stream.read_buf(&mut bytes).await? > 0 {}
+        std::io::Result::Ok(())
+    };
     tokio::time::timeout(PATIENCE, read).await??;
     Reply::parse(&bytes).ok_or_else(|| std::io::Error::other("no HTTP answer"))
+}
+
+/// Whether an answer with a known length is here as a whole.
+fn is_complete(bytes: &[u8]) -> bool {
+    let Some(end) = bytes.windows(4).position(|w| w == b"\r\n\r\n") else {
+        return false;
+    };
+    let head = String::from_utf8_lossy(&bytes[..end]).to_lowercase();
+    let mut lines = head.lines();
+    let length = lines.find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
+    length.is_some_and(|length: usize| bytes.len() >= end + 4 + length)
 }
 
 /// An answer.
