@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, Burial, Code, Delivery, Error, Event, Failure, GroupName, Lease, Recorded, Result, Settlement,
-    Verdict, dead_letter_notice,
+    Appended, Burial, Code, Delivery, Error, Event, Failure, GroupName, Lease, Recorded, Result,
+    Settlement, Verdict, dead_letter_notice,
 };
 
 use super::broker::{Beside, Held};
