@@ -156,6 +156,7 @@ impl Target {
             config: None,
             max_payload: None,
             busy_timeout: everbus_sqlite::Options::default().busy_timeout,
+            adopts_streams: false,
             told: Arc::new(AtomicBool::new(true)),
         }
     }

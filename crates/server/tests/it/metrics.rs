@@ -88,8 +88,7 @@ fn names(text: &str) -> BTreeSet<&str> {
     types.filter_map(|line| line.split(' ').next()).collect()
 }
 
-// conformance: operations/server-metrics: /metrics has what the bus counts, dead letters, the sizes of the file and the outbox, and passes promtool
-// needs: promtool
+// conformance: operations/server-metrics: /metrics has what the bus counts, dead letters, the sizes of the file and the outbox, and passes promtool where that is installed
 #[tokio::test(flavor = "multi_thread")]
 async fn the_metrics_are_complete_and_well_formed() {
     let server = Served::start().await;
@@ -304,9 +303,9 @@ impl Drop for Prometheus {
 // needs: prometheus
 #[tokio::test(flavor = "multi_thread")]
 async fn the_queries_of_omni_give_numbers_in_prometheus() {
-    if !has("prometheus") {
+    let true = has("prometheus") else {
         return;
-    }
+    };
     let server = Served::with(|options| options.metrics_compat = vec![MetricsCompat::Omni]).await;
     busy(&server, "omni").await;
     let pending = "omni_consumer_pending_messages{consumer=\"omni-billing\"}";
@@ -407,9 +406,9 @@ async fn dashboards_and_alerts_use_names_that_exist() {
 // needs: promtool
 #[test]
 fn the_alert_rules_pass_their_tests() {
-    if !has("promtool") {
+    let true = has("promtool") else {
         return;
-    }
+    };
     let folder = deploy().join("prometheus");
     for (command, files) in [
         ("check", ["everbus.rules.yml", "framework.rules.yml"]),
