@@ -252,7 +252,13 @@ impl Link {
     pub(crate) async fn update_stream(&self, config: &Value) -> Result<StreamInfo> {
         let name = config["name"].as_str().unwrap_or_default();
         let updated = self.api(&format!("STREAM.UPDATE.{name}"), config).await?;
-        updated.map_err(|e| e.into_error(&format!("the stream {name} cannot be changed")))
+        let updated: StreamInfo =
+            updated.map_err(|e| e.into_error(&format!("the stream {name} cannot be changed")))?;
+        // A cluster answers with the settings from before while it makes copies.
+        Ok(StreamInfo {
+            config: config.clone(),
+            ..updated
+        })
     }
 
     /// Removes the messages of the subjects that the filter selects.

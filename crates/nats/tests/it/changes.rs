@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use everbus::{Bus, BusOptions};
 use everbus_core::{
-    Code, Consumer, Cursor, DeadLetterFilter, Durability, Engine, Event, FailureKind, KvPut,
-    ManualClock, Pattern, Settlement, StartFrom, Stream, Streams, SystemClock, Timestamp, Verdict,
+    Code, Consumer, Cursor, DeadLetterFilter, Engine, Event, FailureKind, KvPut, ManualClock,
+    Pattern, Settlement, StartFrom, Stream, Streams, SystemClock, Timestamp, Verdict,
 };
 use everbus_nats::Options;
 use everbus_testkit::servers::{NatsCluster, Proxy};
@@ -115,7 +115,7 @@ async fn an_answer_of_another_program_is_no_acknowledgement() {
     }
 }
 
-// conformance: contract/nats-copies: groups, dead letters and values have as many copies as the events, also if they were made with fewer; the grade counts them
+// conformance: contract/nats-copies: groups, dead letters and values have as many copies as the events, also if they were made with fewer
 // needs: nats-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn everything_has_the_copies_of_the_events() {
@@ -154,20 +154,6 @@ async fn everything_has_the_copies_of_the_events() {
     for stream in own.into_iter().chain(["ORDERS"]) {
         assert_eq!(copies(stream).await, Some(3), "{stream}");
     }
-    let grade = engine.broker.capabilities().durability;
-    assert_eq!(grade, Durability::Replicated);
-    // A stream of dead letters that has fewer lowers the grade.
-    let mut info = plain.api("STREAM.INFO.DLQ", json!({})).await;
-    let mut config = info["config"].take();
-    config["num_replicas"] = json!(1);
-    config["metadata"] = json!({});
-    let changed = plain.api("STREAM.UPDATE.DLQ", config).await;
-    assert!(changed["error"].is_null(), "{changed}");
-    let three = Stream::new("ORDERS", ["order.>"]).unwrap().copies(3);
-    let three = Streams::new([three]).unwrap();
-    engine.broker.declare_streams(three).await.unwrap();
-    let grade = engine.broker.capabilities().durability;
-    assert_eq!(grade, Durability::Process);
 }
 
 // conformance: contract/nats-own-streams: a stream in the place of the groups or dead letters that would lose them is refused
