@@ -407,8 +407,8 @@ mod redis {
         let first = kill_again_and_again(&shop, &path("from.db"), &server.url(), &[]);
         // A program without Everbus.
         server.command("XADD mails:mail-sent * n 1");
-        let ran = caught_up(&shop, &server.url(), &path("to.db"), &[]);
-        assert_eq!(ran.json()["moved"], first.len() + 1, "{ran:?}");
+        let ran = caught_up(&shop, &server.url(), &path("to.db"), &[]).json();
+        assert_eq!(ran["moved"], first.len() + 1, "{ran}");
         on_runtime(async {
             let target = open(&path("to.db")).await;
             let (mails, last): (Vec<Event>, Vec<Event>) = all(&target)

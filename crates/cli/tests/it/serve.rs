@@ -152,6 +152,7 @@ fn kills() -> usize {
 }
 
 // conformance: operations/http-kills: no event that was acknowledged over HTTP is lost while the server is killed again and again
+#[allow(clippy::print_stdout, reason = "the figures of a campaign by hand")]
 #[test]
 fn no_acknowledged_event_is_lost_when_the_server_is_killed() {
     let shop = Shop::new();

@@ -214,10 +214,13 @@ async fn a_paused_group_stays_paused_across_a_restart() {
     api.stop().await;
 }
 
+/// What came in: head and body of each request.
+type Requests = Arc<Mutex<Vec<(String, Vec<u8>)>>>;
+
 /// A receiver of webhooks that answers from a list, and 200 afterwards.
 struct Receiver {
     url: String,
-    requests: Arc<Mutex<Vec<(String, Vec<u8>)>>>,
+    requests: Requests,
 }
 
 impl Receiver {

@@ -344,8 +344,8 @@ async fn tenants_are_apart() {
             .map(|item| item["id"].as_str().unwrap().to_owned());
         ids.collect::<Vec<_>>()
     };
-    assert_eq!(ids(&acme).await, [first.clone()]);
-    assert_eq!(ids(&beta).await, [second.clone()]);
+    assert_eq!(ids(&acme).await, std::slice::from_ref(&first));
+    assert_eq!(ids(&beta).await, std::slice::from_ref(&second));
     assert_eq!(ids(&everyone).await, [second.clone(), first.clone()]);
     // Two groups of the same name, each with the events of its tenant.
     for (token, id) in [(&acme, &first), (&beta, &second)] {
