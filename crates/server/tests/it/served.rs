@@ -136,7 +136,7 @@ fn is_complete(bytes: &[u8]) -> bool {
     };
     let head = String::from_utf8_lossy(&bytes[..end]).to_lowercase();
     let mut lines = head.lines();
-    let length = lines.find_map(|line| line.strip_prefix("content-length: ")?.parse().ok());
+    let length = lines.find_map(|line| line.strip_prefix("content-length:")?.trim().parse().ok());
     length.is_some_and(|length: usize| bytes.len() >= end + 4 + length)
 }
 
@@ -166,8 +166,8 @@ impl Reply {
         let mut lines = head.lines();
         let status = lines.next().unwrap().split(' ').nth(1).unwrap();
         let headers: Vec<(String, String)> = lines
-            .filter_map(|line| line.split_once(": "))
-            .map(|(name, value)| (name.to_lowercase(), value.to_owned()))
+            .filter_map(|line| line.split_once(':'))
+            .map(|(name, value)| (name.to_lowercase(), value.trim().to_owned()))
             .collect();
         let mut body = bytes[end + 4..].to_vec();
         let chunked = headers

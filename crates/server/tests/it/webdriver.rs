@@ -219,7 +219,9 @@ impl Drop for Browser {
         if let Ok(mut stream) = std::net::TcpStream::connect(self.address) {
             use std::io::{Read as _, Write as _};
             let _ = stream.write_all(request.as_bytes());
-            let _ = stream.read_to_end(&mut Vec::new());
+            // The driver answers and keeps the connection open.
+            let _ = stream.set_read_timeout(Some(Duration::from_secs(5)));
+            let _ = stream.read(&mut [0; 1024]);
         }
         let _ = self.driver.kill();
         let _ = self.driver.wait();
