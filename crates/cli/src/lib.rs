@@ -103,6 +103,7 @@ fn start_logging(args: &Args) {
     let level = match args.verbose {
         // These commands fail on purpose, and print it themselves.
         0 if matches!(args.command, Some(Command::Demo | Command::Bench(_))) => "off",
+        0 if matches!(&args.command, Some(Command::Serve(serve)) if serve.demo) => "off",
         0 => "warn",
         1 => "info",
         2 => "debug",

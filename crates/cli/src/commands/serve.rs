@@ -33,7 +33,7 @@ pub(crate) struct ServeArgs {
 
     /// Run a small shop beside it, so that there is something to see: orders, payments, failures
     #[arg(long)]
-    demo: bool,
+    pub(crate) demo: bool,
 
     /// The certificate, in PEM, to serve HTTPS
     #[arg(long, value_name = "FILE", requires = "tls_key")]

@@ -185,9 +185,11 @@ fn every_series_is_described_once_with_its_unit() {
         let now = Timestamp::EPOCH;
         let info = GroupInfo::new(group("g"), now).with_types(types, now);
         stats.lag(&[info], &Streams::single(), now);
+        stats.committed(Duration::from_millis(1));
+        stats.age_used(&group("g"), &event_type("a.b"), 0.5, 1);
     });
     let all = recorder.0.lock();
-    assert_eq!(all.len(), 15);
+    assert_eq!(all.len(), 17);
     for (name, series) in &*all {
         let (unit, text) = series.described.as_ref().unwrap();
         let seconds = name.ends_with("_seconds");

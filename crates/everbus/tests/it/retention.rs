@@ -163,6 +163,10 @@ async fn the_standard_is_on_by_default_and_can_be_switched_off() {
             dead().await.is_empty()
         })
         .await;
+        eventually("the run is on record", || async {
+            last_run().await.is_some()
+        })
+        .await;
         let record = last_run().await.unwrap();
         assert!(record.owner.starts_with("first, process "), "{record:?}");
         assert_eq!(record.at, everbus::Clock::now(&lab.clock));
