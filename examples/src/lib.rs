@@ -33,4 +33,11 @@ chapters! {
     workers: "workers.md",
     configuration: "configuration.md",
     dialects: "dialects.md",
+    quick_start: "quick-start.md",
+    http: "http.md",
+    websocket: "websocket.md",
+    dashboard: "dashboard.md",
+    monitoring: "monitoring.md",
+    operations: "operations.md",
+    security: "security.md",
 }
