@@ -94,9 +94,12 @@ impl Daemon {
     pub(super) fn pause(&self) {
         // The parent first, so that no child is added.
         signal(self.child.id(), Signal::STOP);
-        for child in children(self.child.id()) {
-            signal(child, Signal::STOP);
+        let all = children(self.child.id());
+        for child in &all {
+            signal(*child, Signal::STOP);
         }
+        wait_until_stopped(self.child.id());
+        all.into_iter().for_each(wait_until_stopped);
     }
 
     /// Lets them go on.
@@ -154,6 +157,27 @@ fn state_of(process: u32) -> Option<(char, u32)> {
 
 fn is_alive(process: u32) -> bool {
     state_of(process).is_some_and(|(state, _)| !matches!(state, 'Z' | 'X'))
+}
+
+/// Waits until every thread of a process stands still: for a moment after the signal they may still answer.
+fn wait_until_stopped(process: u32) {
+    let stands = || {
+        let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else {
+            return true;
+        };
+        threads.flatten().all(|thread| {
+            let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+            // The state follows the name, which is in parentheses.
+            let state = stat
+                .rsplit_once(") ")
+                .and_then(|(_, rest)| rest.chars().next());
+            state.is_none_or(|state| "TtZX".contains(state))
+        })
+    };
+    let begun = Instant::now();
+    while !stands() && begun.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// Children of PostgreSQL lead process groups of their own, so a signal to the group does not reach them.
