@@ -168,7 +168,7 @@ async fn remove(
 #[derive(Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 struct Why {
-    /// Why, for whoever finds it paused.
+    /// The reason, shown with the paused group.
     reason: Option<String>,
 }
 
