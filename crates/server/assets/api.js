@@ -1,10 +1,15 @@
 // Requests to the API of the server, messages and questions to the person.
 
-export async function call(method, path, body) {
+export function call(method, path, body) {
+  return callText(method, path, body === undefined ? undefined : JSON.stringify(body));
+}
+
+// The same with a body that is JSON already.
+export async function callText(method, path, body) {
   const options = { method, headers: {} };
   if (body !== undefined) {
     options.headers["content-type"] = "application/json";
-    options.body = JSON.stringify(body);
+    options.body = body;
   }
   const response = await fetch(path, options);
   if (response.status === 401) {

@@ -1,5 +1,5 @@
 // The live tail of events, and replaying one of them.
-import { act, ago, ask, call } from "./api.js";
+import { act, ago, ask, call, toast } from "./api.js";
 import { subscribe } from "./live.js";
 
 const rows = document.getElementById("event-rows");
@@ -91,6 +91,8 @@ document.addEventListener("click", async (event) => {
   const text = document.createElement("p");
   text.textContent = "The event runs again in this group, even if the group has handled it. The group must be able to handle it twice.";
   if (!(await ask({ title: "Replay this event?", body: [text, input], yes: "Replay" }))) return;
-  const body = { id: replay.dataset.replay, group: input.value.trim() };
+  const group = input.value.trim();
+  if (group === "") return toast("A replay needs the name of a group.", true);
+  const body = { id: replay.dataset.replay, group };
   await act(() => call("POST", "/v1/replays", body), "The replay has begun.");
 });

@@ -1,5 +1,5 @@
 // Dead letters: retry, correct, purge. Every action asks first, and bulk actions show what they would do.
-import { act, ask, call, number, paragraph, reloadSoon } from "./api.js";
+import { act, ask, call, callText, number, paragraph, reloadSoon } from "./api.js";
 
 const list = document.getElementById("letters");
 
@@ -49,7 +49,7 @@ document.getElementById("purge-all")?.addEventListener("click", async () => {
   if (!found) return;
   const body = [...found.parts, paragraph("They are deleted and cannot be brought back. The audit trail keeps who did this.", "bad")];
   if (!(await ask({ title: "Purge these dead letters?", body, yes: `Delete ${number(found.total)}`, danger: true }))) return;
-  const done = await act(() => call("POST", "/v1/dead-letters/purge", { filter: filter() }), (answer) => `${number(answer.purged)} deleted.`);
+  const done = await act(() => call("POST", "/v1/dead-letters/purge", { filter: filter(), by: "died", expected: found.total }), (answer) => `${number(answer.purged)} deleted.`);
   if (done !== undefined) reloadSoon();
 });
 
@@ -58,12 +58,31 @@ document.getElementById("purge-all")?.addEventListener("click", async () => {
 const editor = document.getElementById("editor");
 const payload = document.getElementById("payload");
 
+// Only white space changes: reading and writing a number again may round it.
 function pretty(text) {
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    JSON.parse(text);
   } catch {
     return text;
   }
+  let depth = 0;
+  const line = () => `\n${"  ".repeat(depth)}`;
+  const tokens = text.match(/"(?:[^"\\]|\\.)*"|[{}[\],:]|[^\s"{}[\],:]+/g) ?? [];
+  let out = "";
+  tokens.forEach((token, at) => {
+    const before = tokens[at - 1];
+    if (token === "}" || token === "]") {
+      depth -= 1;
+      out += before === "{" || before === "[" ? token : line() + token;
+    } else {
+      if (before === "{" || before === "[") out += line();
+      out += token;
+      if (token === "{" || token === "[") depth += 1;
+      else if (token === ",") out += line();
+      else if (token === ":") out += " ";
+    }
+  });
+  return out;
 }
 
 function difference(before, after) {
@@ -107,9 +126,10 @@ if (editor && payload) {
   editor.addEventListener("close", async () => {
     if (editor.returnValue !== "send") return;
     const { id, of: group } = editor.dataset;
-    const body = { group, payload: JSON.parse(payload.value) };
+    // The payload goes as it is written: a number that JavaScript cannot hold stays whole.
+    const body = `{"group":${JSON.stringify(group)},"payload":${payload.value}}`;
     const path = `/v1/dead-letters/${encodeURIComponent(id)}/edit`;
-    const done = await act(() => call("POST", path, body), "The corrected event is published.");
+    const done = await act(() => callText("POST", path, body), "The corrected event is published.");
     if (done !== undefined) reloadSoon();
   });
 }

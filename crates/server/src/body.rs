@@ -72,6 +72,30 @@ impl<T: DeserializeOwned> FromRequest<AppState> for Input<T> {
     }
 }
 
+/// A small JSON body of a caller without a token.
+pub(crate) struct SmallInput<T>(pub(crate) T);
+
+/// The largest of them.
+const SMALL: usize = 4096;
+
+impl<T: DeserializeOwned> FromRequest<AppState> for SmallInput<T> {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, state: &AppState) -> Result<Self, Problem> {
+        let (parts, body) = request.into_parts();
+        let limits = Limits {
+            body: SMALL,
+            decoded_body: SMALL,
+            ..state.options().limits.clone()
+        };
+        let bytes = read(body, &parts.headers, &limits).await?;
+        match essence(&parts.headers).as_str() {
+            "application/json" => from_json(&bytes).map(Self),
+            other => Err(unsupported(other, "application/json")),
+        }
+    }
+}
+
 /// The parameters of the query. Unknown ones are refused: a misspelt filter would match everything.
 pub(crate) struct Params<T>(pub(crate) T);
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use everbus::Bus;
 
@@ -36,6 +37,16 @@ impl LiveState {
     /// How many clients listen now.
     pub(crate) fn listeners(&self) -> usize {
         self.listeners.load(Ordering::Relaxed)
+    }
+
+    /// Waits until every client has left, for a while.
+    pub(crate) async fn until_left(&self, patience: Duration) {
+        let left = async {
+            while self.listeners() > 0 {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let _ = tokio::time::timeout(patience, left).await;
     }
 
     /// Takes one of `most` places for listeners; it is free again when the place is dropped.

@@ -36,6 +36,9 @@ struct Document {
     /// The first event of a batch that was refused, from 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     index: Option<usize>,
+    /// How many events of a stream of lines are stored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    published: Option<u64>,
     #[serde(skip)]
     retry_after: Option<u32>,
     #[serde(skip)]
@@ -54,6 +57,7 @@ impl Problem {
             hint: None,
             outcome_unknown: false,
             index: None,
+            published: None,
             retry_after: None,
             challenge: false,
         }))
@@ -70,6 +74,13 @@ impl Problem {
     #[must_use]
     pub fn at(mut self, index: usize) -> Self {
         self.0.index = Some(index);
+        self
+    }
+
+    /// Says how many events of a stream of lines are stored.
+    #[must_use]
+    pub fn published(mut self, events: u64) -> Self {
+        self.0.published = Some(events);
         self
     }
 

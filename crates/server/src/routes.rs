@@ -200,7 +200,14 @@ async fn check(
         Err(problem) if is_page && problem.status() == http::StatusCode::UNAUTHORIZED => {
             return to_login(&request);
         }
-        Err(problem) => return problem.into_response(),
+        Err(problem) => {
+            // Guessing tokens is limited like any other request.
+            let limited = peer.map(|peer| state.rates().take(&peer.unnamed()));
+            return match limited {
+                Some(Err(limited)) => limited.into_response(),
+                _ => problem.into_response(),
+            };
+        }
     };
     if let Err(problem) = state.rates().take(caller.identity()) {
         return problem.into_response();

@@ -1,6 +1,7 @@
 //! A server on a bus: from binding the address to the last request.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use axum::Router;
 use axum::middleware::from_fn_with_state;
@@ -13,6 +14,9 @@ use crate::options::ServerOptions;
 use crate::routes::{Route, router};
 use crate::state::AppState;
 use crate::{api, consumers, dashboard, demo, guard, listen, metrics, openapi, sse, ws};
+
+/// After the stop, WebSockets get this long to say so and to give back what they hold.
+const LEAVE: Duration = Duration::from_secs(5);
 
 /// A server that is bound to its address and has not begun to serve.
 pub struct Server {
@@ -105,6 +109,8 @@ impl Server {
             stopping.stop();
         });
         listen::serve(listener, router, tls, &state).await;
+        // WebSockets give back what their clients hold, which needs the bus.
+        state.live().until_left(LEAVE).await;
         waiting.abort();
         background.shutdown().await;
         state.live().figures().processes().leave().await;

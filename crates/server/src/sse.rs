@@ -6,12 +6,13 @@ use std::time::Duration;
 use axum::extract::{Query, State};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
-use futures_util::stream;
+use futures_util::{StreamExt as _, stream};
 use http::HeaderMap;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
 use crate::auth::{Caller, Scope};
+use crate::live::Place;
 use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
@@ -20,6 +21,8 @@ use crate::ws::protocol;
 
 /// A comment this often keeps proxies from closing a quiet stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
+/// How often the token of a client is looked at.
+const VALID_EVERY: Duration = Duration::from_secs(2);
 /// What a client is told to wait before it connects again, in milliseconds.
 const RETRY: Duration = Duration::from_secs(1);
 
@@ -77,31 +80,53 @@ async fn listen(
         .retry_after(5)
     })?;
     let follow = state.live().hub().follow(patterns, tenant, begin).await?;
-    let start = (follow, Vec::new().into_iter(), state, place, true);
-    let events = stream::unfold(
-        start,
-        |(mut follow, mut page, state, place, first)| async move {
-            if first {
-                let event = Event::default().retry(RETRY).comment("everbus");
-                return Some((
-                    Ok::<_, Infallible>(event),
-                    (follow, page, state, place, false),
-                ));
-            }
-            loop {
-                if let Some(followed) = page.next() {
-                    let event = sent(&followed);
-                    return Some((Ok(event), (follow, page, state, place, false)));
-                }
-                page = tokio::select! {
-                    () = state.stopping() => return None,
-                    next = next_page(&mut follow) => next?,
-                };
-            }
-        },
-    );
+    let listening = Listening {
+        follow,
+        page: Vec::new().into_iter(),
+        state,
+        caller,
+        valid: tokio::time::interval_at(tokio::time::Instant::now() + VALID_EVERY, VALID_EVERY),
+        _place: place,
+    };
+    let hello = Event::default().retry(RETRY).comment("everbus");
+    let events = stream::unfold(listening, |mut listening| async move {
+        let event = listening.next().await?;
+        Some((Ok::<_, Infallible>(event), listening))
+    });
+    let events = stream::once(std::future::ready(Ok(hello))).chain(events);
     let alive = KeepAlive::new().interval(KEEP_ALIVE);
     Ok(Sse::new(events).keep_alive(alive).into_response())
+}
+
+/// One client.
+struct Listening {
+    follow: Follow,
+    page: std::vec::IntoIter<Followed>,
+    state: AppState,
+    caller: Caller,
+    /// When the token is looked at.
+    valid: tokio::time::Interval,
+    _place: Place,
+}
+
+impl Listening {
+    /// The next event; `None` at the end of the server, of the token, or after an error of the engine.
+    async fn next(&mut self) -> Option<Event> {
+        loop {
+            if let Some(followed) = self.page.next() {
+                return Some(sent(&followed));
+            }
+            tokio::select! {
+                () = self.state.stopping() => return None,
+                _ = self.valid.tick() => {
+                    if !self.caller.is_valid(&self.state).await {
+                        return None;
+                    }
+                }
+                next = next_page(&mut self.follow) => self.page = next?,
+            }
+        }
+    }
 }
 
 async fn next_page(follow: &mut Follow) -> Option<std::vec::IntoIter<Followed>> {

@@ -88,9 +88,10 @@ impl AppState {
         &self.0.rates
     }
 
-    /// Whether requests need no token: the server listens on loopback, and no token exists.
+    /// Whether requests need no token: the server listens on loopback, and no token was ever made. Revoking the last
+    /// one does not open it.
     pub(crate) async fn is_open(&self) -> everbus::Result<bool> {
-        Ok(self.0.options.listen.ip().is_loopback() && !self.0.tokens.exist().await?)
+        Ok(self.0.options.listen.ip().is_loopback() && !self.0.tokens.are_used().await?)
     }
 
     /// When the server began.

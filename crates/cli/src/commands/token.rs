@@ -43,6 +43,8 @@ pub(crate) enum TokenCommand {
         /// The id, as `everbus token list` shows it
         id: String,
     },
+    /// Forget that tokens were used, once the last one is revoked: a server on loopback then needs none again
+    Reset,
 }
 
 pub(crate) async fn run(command: TokenCommand, target: &Target, output: &mut Output) -> Outcome {
@@ -97,7 +99,13 @@ async fn apply(command: TokenCommand, bus: &everbus::Bus, output: &mut Output) -
                 return output.json(&all);
             }
             if all.is_empty() {
-                return output.line("no tokens: a server on loopback is open to this machine");
+                return output.line(match tokens.are_used().await? {
+                    false => "no tokens: a server on loopback is open to this machine",
+                    true => {
+                        "no tokens, and the server asks for one: make one with everbus token \
+                         create, or open a server on loopback again with everbus token reset"
+                    }
+                });
             }
             for token in all {
                 let scopes: Vec<&str> = token.scopes.iter().map(|scope| scope.as_str()).collect();
@@ -123,6 +131,11 @@ async fn apply(command: TokenCommand, bus: &everbus::Bus, output: &mut Output) -
                 revoked.id,
                 escaped(&revoked.name)
             ))
+        }
+        TokenCommand::Reset => {
+            let action = Action::new("tokens.reset");
+            audited(bus.engine(), &operator, action, tokens.reset()).await?;
+            output.line("a server on loopback is open to this machine")
         }
     }
 }

@@ -89,6 +89,16 @@ impl fmt::Debug for Secret {
     }
 }
 
+/// Settings of a handler, which a consumer that clients fetch from does not have.
+const NOT_PULLED: &[&str] = &[
+    "circuit_breaker",
+    "concurrency",
+    "criticality",
+    "dependency",
+    "idempotent",
+    "processing_timeout",
+];
+
 /// The delivery of a consumer, if its section has one.
 pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<Delivery> {
     let fields = ["webhook", "exec", "pull"].map(|key| section.get(key));
@@ -105,6 +115,13 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<Del
     }
     if let Some(section) = reader.section(exec, EXEC_KEYS) {
         return read_exec(reader, &section).map(Delivery::Exec);
+    }
+    if pull.is_some() {
+        for field in NOT_PULLED.iter().filter_map(|key| section.get(key)) {
+            let what = format!("{} stands beside pull", field.path);
+            let hint = "the server runs no handler for events that clients fetch: leave it out";
+            reader.problems.add(field.key_place, what, hint);
+        }
     }
     let is_true = |field: &Field<'_>| field.node.is_word(&["true"]);
     if pull.as_ref().is_some_and(is_true) {

@@ -62,6 +62,33 @@ async fn a_handler_gets_what_its_pattern_matches_and_nothing_else() {
     .await;
 }
 
+/// Unlike `unsubscribe`, which gives up what comes after it.
+#[tokio::test]
+async fn events_wait_for_a_handler_that_was_detached() {
+    on_every_engine(|lab| async move {
+        let bus = lab.open().await;
+        let subscribe = async || {
+            let (handler, seen) = recorder(fine);
+            let subscribing = bus.subscribe("a").group("g").name("h").handler(handler);
+            (subscribing.await.unwrap(), seen)
+        };
+        let (id, mut seen) = subscribe().await;
+        bus.start().await.unwrap();
+        bus.publish(("a", 1)).await.unwrap();
+        seen.next().await;
+        bus.detach(id).await.unwrap();
+        let waits = bus.publish(("a", 2)).await.unwrap();
+        let error = bus.detach(id).await.unwrap_err();
+        assert_eq!(error.code(), Code::SubscriptionNotFound);
+        let (again, mut seen) = subscribe().await;
+        assert_eq!(again, id);
+        waits.settled().await.unwrap();
+        assert_eq!(seen.next().await.json::<u32>().unwrap(), 2);
+        bus.shutdown().await.unwrap();
+    })
+    .await;
+}
+
 // conformance: embedded/unsubscribe: unsubscribe() removes the handler by its subscription id.
 // conformance: omni/subscribe-handle: unsubscribe() removes the handler by its subscription id.
 #[tokio::test]

@@ -1,12 +1,13 @@
 //! Engines that say more of themselves than is true: for every field of `Capabilities` a scenario of the
-//! suite fails, and so it does for a consumer that does not really pause.
+//! suite fails, and so it does for a consumer that does not really pause, a lease that is not really extended
+//! and an event whose address gets lost.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
     Appended, BoxFuture, Broker, BrokerLayer, Capabilities, Clock, Code, ConsumeOptions, Consumer,
-    Deduplication, Delivery, Durability, Engine, Event, EventId, GroupName, Pattern, Result,
+    Deduplication, Delivery, Durability, Engine, Event, EventId, GroupName, Lease, Pattern, Result,
     Settlement, Verdict,
 };
 use everbus_testkit::conformance::{self, Harness, Outcome};
@@ -27,6 +28,8 @@ enum Lie {
     Transaction,
     Durability,
     Pause,
+    Extend,
+    Address,
 }
 
 #[derive(Debug)]
@@ -78,12 +81,17 @@ impl BrokerLayer for Liar {
                 }
                 self.inner.append(batch).await
             }),
-            Lie::Deduplication => {
-                let fresh = batch.into_iter().map(|event| {
-                    let copy = Event::builder(event.event_type()).id(EventId::new());
+            // The copies have no address.
+            Lie::Deduplication | Lie::Address => {
+                let copies = batch.into_iter().map(|event| {
+                    let id = match self.lie {
+                        Lie::Address => event.id(),
+                        _ => EventId::new(),
+                    };
+                    let copy = Event::builder(event.event_type()).id(id);
                     copy.payload(event.payload().clone()).build().unwrap()
                 });
-                self.inner.append(fresh.collect())
+                self.inner.append(copies.collect())
             }
             _ => self.inner.append(batch),
         }
@@ -129,6 +137,16 @@ impl BrokerLayer for Liar {
                 })
                 .collect())
         })
+    }
+
+    fn extend(&self, leases: Vec<Lease>, by: Duration) -> BoxFuture<'_, Result<Vec<Result<()>>>> {
+        match self.lie {
+            Lie::Extend => {
+                let answers = leases.iter().map(|_| Ok(())).collect();
+                Box::pin(std::future::ready(Ok(answers)))
+            }
+            _ => self.inner.extend(leases, by),
+        }
     }
 }
 
@@ -192,7 +210,7 @@ where
 // conformance: contract/claims-are-tested: an engine that claims what it does not do fails a scenario, for each field of its capabilities
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_false_claim_is_found() {
-    use conformance::{appending, claims, consuming, effects, pausing, settling};
+    use conformance::{addressed, appending, claims, consuming, effects, pausing, settling};
     is_found(Lie::Fencing, settling::a_late_settlement_is_refused).await;
     is_found(
         Lie::Fencing,
@@ -232,6 +250,17 @@ async fn every_false_claim_is_found() {
     is_found(
         Lie::Pause,
         pausing::a_paused_consumer_leaves_the_work_to_others,
+    )
+    .await;
+    is_found(Lie::Extend, settling::an_extended_lease_is_kept).await;
+    is_found(
+        Lie::Address,
+        addressed::an_addressed_event_reaches_its_group_alone,
+    )
+    .await;
+    is_found(
+        Lie::Address,
+        addressed::other_groups_do_not_owe_an_addressed_event,
     )
     .await;
 }

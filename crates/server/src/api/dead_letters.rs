@@ -424,17 +424,7 @@ async fn retry_all(
 ) -> Result<Answer<Retried>, Problem> {
     let filter = bulk.filter.filter(&caller)?;
     let letters = state.bus().dead_letters();
-    if let Some(expected) = bulk.expected {
-        let found = letters.count(filter.clone()).await?;
-        if found != expected {
-            let what =
-                format!("{found} dead letters pass the filter, and {expected} were expected");
-            return Err(
-                Problem::new(http::StatusCode::CONFLICT, "PreviewOutdated", what)
-                    .hint("look at the preview again"),
-            );
-        }
-    }
+    as_expected(&state, &filter, bulk.expected).await?;
     let retried = match bulk.rate {
         None => letters.retry_all(filter).await?,
         Some(rate) => letters.retry_slowly(filter, rate, |_| {}).await?,
@@ -442,11 +432,34 @@ async fn retry_all(
     Ok(Answer(Retried { retried }))
 }
 
+/// Refuses a bulk operation that would touch another number of dead letters than its preview showed.
+async fn as_expected(
+    state: &AppState,
+    filter: &DeadLetterFilter,
+    expected: Option<u64>,
+) -> Result<(), Problem> {
+    let Some(expected) = expected else {
+        return Ok(());
+    };
+    let found = state.bus().dead_letters().count(filter.clone()).await?;
+    if found == expected {
+        return Ok(());
+    }
+    let what = format!("{found} dead letters pass the filter, and {expected} were expected");
+    Err(
+        Problem::new(http::StatusCode::CONFLICT, "PreviewOutdated", what)
+            .hint("look at the preview again"),
+    )
+}
+
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Purge {
     /// Which ones.
     filter: LetterFilter,
+    /// How many the caller expects: `total` of a preview. Another number refuses the request.
+    #[serde(default)]
+    expected: Option<u64>,
     /// Up to and including this time; now unless given.
     #[serde(default)]
     #[schemars(with = "Option<String>")]
@@ -474,6 +487,7 @@ async fn purge(
         Some(_) => return Err(Problem::bad_request("by is created or died")),
     };
     let until = purge.until.unwrap_or_else(|| SystemClock.now());
+    as_expected(&state, &filter, purge.expected).await?;
     let letters = state.bus().dead_letters();
     let purged = letters.purge(until, basis, filter).await?;
     Ok(Answer(PurgedCount {

@@ -1,5 +1,6 @@
 //! The session of the dashboard: a token is given once, for a cookie.
 
+use axum::Extension;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, StatusCode, header};
@@ -8,7 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::Answer;
 use crate::auth::{Caller, Scope, session};
-use crate::body::Input;
+use crate::body::SmallInput;
+use crate::guard::Peer;
 use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
@@ -65,8 +67,12 @@ struct Ended {
 
 async fn begin(
     State(state): State<AppState>,
-    Input(login): Input<Login>,
+    peer: Option<Extension<Peer>>,
+    SmallInput(login): SmallInput<Login>,
 ) -> Result<Response, Problem> {
+    if let Some(Extension(peer)) = peer {
+        state.rates().take(&peer.unnamed())?;
+    }
     let cookie = session::begin(&state, login.token.trim()).await?;
     let token = state.tokens().find(login.token.trim()).await?;
     match (cookie, token) {

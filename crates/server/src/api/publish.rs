@@ -7,8 +7,11 @@ use axum::body::{Body, BodyDataStream};
 use axum::extract::{FromRequest as _, Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
+use everbus::dialects::workflow::MOVED;
 use everbus::dialects::{self, cloudevents};
-use everbus::{Attributes, Code, Dialect, Entity, Error, Event, EventId, Receipt, Timestamp};
+use everbus::{
+    Attributes, Class, Code, Dialect, Entity, Error, Event, EventId, Receipt, Timestamp,
+};
 use futures_util::StreamExt as _;
 use http::{HeaderMap, StatusCode, header};
 use schemars::JsonSchema;
@@ -238,7 +241,7 @@ async fn publish(
                 .hint("send several requests, or a stream of lines (application/x-ndjson)"),
         );
     }
-    let events = of_tenant(&caller, events)?;
+    let events = accepted(&caller, events)?;
     let receipts = state.bus().publish_batch(events).await?;
     let items: Vec<Stored> = receipts.iter().map(Stored::of).collect();
     let published = Published {
@@ -336,8 +339,22 @@ fn cloud_headers(headers: &HeaderMap) -> Result<cloudevents::Headers, Problem> {
         .collect()
 }
 
-/// Gives the events the tenant of the caller. An event of another tenant is refused, not changed.
-fn of_tenant(caller: &Caller, events: Vec<Event>) -> Result<Vec<Event>, Problem> {
+/// Refuses what only the bus itself may publish, and gives the events the tenant of the caller. An event of another
+/// tenant is refused, not changed.
+fn accepted(caller: &Caller, events: Vec<Event>) -> Result<Vec<Event>, Problem> {
+    for (index, event) in events.iter().enumerate() {
+        // The bus lets copies of its own events through, for replays. A client makes none.
+        if event.event_type().starts_with("system.") {
+            let what = "types that begin with system. are those of the bus itself";
+            let problem = Problem::new(StatusCode::BAD_REQUEST, "InvalidType", what);
+            return Err(problem.hint("choose a type of your own").at(index));
+        }
+        // The object may hold the payload of another tenant.
+        if caller.tenant().is_some() && event.metadata().contains_key(MOVED) {
+            let what = "a token of a tenant cannot publish a reference to a stored object";
+            return Err(Problem::forbidden(what).at(index));
+        }
+    }
     let Some(tenant) = caller.tenant() else {
         return Ok(events);
     };
@@ -374,6 +391,7 @@ async fn lines(state: &AppState, caller: &Caller, body: Body) -> Result<Publishe
     let mut reading = Lines {
         stream: body.into_data_stream(),
         buffer: BytesMut::new(),
+        searched: 0,
         most: limits.body,
         patience: limits.body_timeout,
         ended: false,
@@ -385,7 +403,14 @@ async fn lines(state: &AppState, caller: &Caller, body: Body) -> Result<Publishe
     };
     let mut number = 0;
     loop {
-        let (chunk, failed) = reading.chunk().await;
+        let (chunk, failed) = tokio::select! {
+            chunk = reading.chunk() => chunk,
+            () = state.stopping() => {
+                let what = "the server stops";
+                let problem = Problem::new(StatusCode::SERVICE_UNAVAILABLE, "Stopping", what);
+                return Err(problem.retry_after(1).published(done.published));
+            }
+        };
         let mut events = Vec::with_capacity(chunk.len());
         let mut bad = failed;
         for line in &chunk {
@@ -394,23 +419,20 @@ async fn lines(state: &AppState, caller: &Caller, body: Body) -> Result<Publishe
                 continue;
             }
             let event = from_json::<NewEvent>(line).and_then(|e| Ok(e.into_event()?));
-            let event = event.and_then(|event| of_tenant(caller, vec![event]));
+            let event = event.and_then(|event| accepted(caller, vec![event]));
             match event {
-                Ok(event) => events.extend(event),
+                Ok(event) => events.extend(event.into_iter().map(|event| (number - 1, event))),
                 Err(problem) => {
                     bad = Some(problem.at(number - 1));
                     break;
                 }
             }
         }
-        if !events.is_empty() {
-            let receipts = state.bus().publish_batch(events).await?;
-            done.published += receipts.len() as u64;
-            done.duplicates += receipts.iter().filter(|r| r.is_duplicate()).count() as u64;
+        if let Err(problem) = store(state.bus(), events, &mut done).await {
+            bad = Some(problem);
         }
         if let Some(problem) = bad {
-            let before = format!("the {} events before it are stored", done.published);
-            return Err(problem.hint(before));
+            return Err(problem.published(done.published));
         }
         if reading.ended {
             return Ok(done);
@@ -418,10 +440,42 @@ async fn lines(state: &AppState, caller: &Caller, body: Body) -> Result<Publishe
     }
 }
 
+/// Stores the events of a chunk, each with the number of its line. If one of them is refused, those before it are
+/// stored.
+async fn store(
+    bus: &everbus::Bus,
+    events: Vec<(usize, Event)>,
+    done: &mut Published,
+) -> Result<(), Problem> {
+    if events.is_empty() {
+        return Ok(());
+    }
+    let all: Vec<Event> = events.iter().map(|(_, event)| event.clone()).collect();
+    match bus.publish_batch(all).await {
+        Ok(receipts) => {
+            done.published += receipts.len() as u64;
+            done.duplicates += receipts.iter().filter(|r| r.is_duplicate()).count() as u64;
+            Ok(())
+        }
+        Err(error) if matches!(error.class(), Class::Caller | Class::Conflict) => {
+            for (line, event) in events {
+                let receipt = bus.publish(event).await;
+                let receipt = receipt.map_err(|e| Problem::from(e).at(line))?;
+                done.published += 1;
+                done.duplicates += u64::from(receipt.is_duplicate());
+            }
+            Ok(())
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// Splits a body into lines, with bounded memory.
 struct Lines {
     stream: BodyDataStream,
     buffer: BytesMut,
+    /// So many bytes of the buffer have no end of a line.
+    searched: usize,
     most: usize,
     patience: Duration,
     ended: bool,
@@ -432,14 +486,19 @@ impl Lines {
     async fn chunk(&mut self) -> (Vec<Bytes>, Option<Problem>) {
         let (mut lines, mut bytes) = (Vec::new(), 0);
         loop {
-            while let Some(end) = self.buffer.iter().position(|b| *b == b'\n') {
-                let line = self.buffer.split_to(end + 1).freeze();
+            while let Some(end) = self.buffer[self.searched..]
+                .iter()
+                .position(|b| *b == b'\n')
+            {
+                let line = self.buffer.split_to(self.searched + end + 1).freeze();
+                self.searched = 0;
                 bytes += line.len();
                 lines.push(line);
                 if lines.len() >= CHUNK || bytes >= CHUNK_BYTES {
                     return (lines, None);
                 }
             }
+            self.searched = self.buffer.len();
             if self.buffer.len() > self.most {
                 let what = format!("a line has more than {} bytes", self.most);
                 let status = StatusCode::PAYLOAD_TOO_LARGE;
@@ -460,6 +519,7 @@ impl Lines {
                 Ok(None) => {
                     self.ended = true;
                     if !self.buffer.is_empty() {
+                        self.searched = 0;
                         lines.push(self.buffer.split().freeze());
                     }
                     return (lines, None);

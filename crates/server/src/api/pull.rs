@@ -1,17 +1,18 @@
 //! Consumers over HTTP: a client fetches events under leases, settles each, and extends a lease while it works.
 //!
-//! A lease is an opaque text that the server signs. It names the delivery for the engine, so any server of the store
-//! settles it, and a client can neither make one up nor use it for another group.
+//! A lease is an opaque text that the server signs: a client can neither make one up nor use it for another group.
+//! PostgreSQL keeps leases in the database, so that any server settles them. The other engines keep them in the
+//! process that fetched: there a client settles at the server that it fetched from.
 
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use axum::extract::{Path, State};
 use data_encoding::BASE64URL_NOPAD;
 use everbus::config::Delivery as ConfiguredDelivery;
 use everbus::{
-    Bus, Clock as _, Code, Error, Failure, FailureKind, GroupName, Pattern, Recorded, RetryPolicy,
-    StartFrom, SystemClock,
+    Bus, Clock as _, Code, Error, EventId, Failure, FailureKind, GroupName, Pattern, Recorded,
+    RetryPolicy, StartFrom, SystemClock,
 };
 use everbus_core::{
     ConsumeOptions, Delivery, GroupSpec, Lease, Settlement, SubscriptionSpec, Verdict,
@@ -102,6 +103,8 @@ struct Ticket {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     text: Option<String>,
     attempt: u32,
+    /// The process that fetched.
+    server: String,
 }
 
 async fn fetch(
@@ -123,16 +126,18 @@ pub(crate) async fn fetch_for(
 ) -> Result<Vec<Item>, Problem> {
     let bus = state.bus();
     let group = caller.group(name)?;
-    if !request.patterns.is_empty() {
+    let handled = if request.patterns.is_empty() {
+        patterns_of(state, &group)
+            .await?
+            .ok_or_else(|| no_group(name))?
+    } else {
         check_new_group(caller, name)?;
-        declare(bus, &group, request).await?;
-    }
-    let groups = bus.engine().broker.inspect().await?;
-    let known = groups.into_iter().find(|known| known.name == group);
-    let known = known.ok_or_else(|| no_group(name))?;
-    let handled = known.subscriptions.iter().map(|s| s.pattern.clone());
+        declare(bus, &group, request).await?
+    };
+    // Before anything is taken: an error must not leave events under a lease that the client does not have.
+    let key = signing_key(bus).await?;
     let options = Fetch {
-        handled: handled.collect(),
+        handled,
         max: request.max.unwrap_or(1).clamp(1, MOST_EVENTS),
         wait: Duration::from_millis(request.wait_ms).min(LONGEST_WAIT),
         lease: lease(state, &group, request.lease_ms)?,
@@ -144,16 +149,43 @@ pub(crate) async fn fetch_for(
         // The server ends: the client asks another one.
         () = state.stopping() => Vec::new(),
     };
-    let key = signing_key(bus).await?;
     let mut items = Vec::with_capacity(deliveries.len());
+    let mut refused = Vec::new();
     for delivery in deliveries {
-        items.push(Item {
-            lease: ticket(&key, &group, &delivery),
-            attempt: delivery.attempt,
-            event: bus.whole(&delivery.record).await?,
-        });
+        match bus.whole(&delivery.record).await {
+            Ok(event) => items.push(Item {
+                lease: ticket(&key, &group, &delivery),
+                attempt: delivery.attempt,
+                event,
+            }),
+            // The others are not to blame for one whose large part cannot be had.
+            Err(error) => {
+                let why = error.to_string();
+                let verdict = after_failure(&options.policy, delivery.attempt, None, why);
+                refused.push(Settlement::new(delivery.lease, verdict));
+            }
+        }
+    }
+    if !refused.is_empty() {
+        // What cannot be settled comes again when its lease ends.
+        let _ = bus.engine().broker.settle(refused).await;
     }
     Ok(items)
+}
+
+/// The patterns of a group that exists. Looking at all groups counts their backlogs, so that what is known of a
+/// moment ago is used first.
+async fn patterns_of(state: &AppState, group: &GroupName) -> Result<Option<Vec<Pattern>>, Error> {
+    let of = |groups: &[everbus::GroupInfo]| {
+        let known = groups.iter().find(|known| known.name == *group)?;
+        let patterns = known.subscriptions.iter().map(|s| s.pattern.clone());
+        Some(patterns.collect())
+    };
+    match of(&state.live().figures().groups().await?) {
+        Some(patterns) => Ok(Some(patterns)),
+        // It may be new.
+        None => Ok(of(&state.bus().engine().broker.inspect().await?)),
+    }
 }
 
 struct Fetch {
@@ -181,12 +213,11 @@ async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Deliv
         .prefetch(options.max)
         .lease(options.lease);
     let mut consumer = broker.consume(group.clone(), consume).await?;
-    let until = tokio::time::Instant::now() + options.wait;
+    // A consumer needs a moment to claim even what is there already. Events of other tenants do not prolong the wait.
+    let until = tokio::time::Instant::now() + options.wait.max(FIRST_LOOK);
     let mut taken = Vec::new();
     loop {
-        // A consumer needs a moment to claim even what is there already.
-        let patience = until.max(tokio::time::Instant::now() + FIRST_LOOK);
-        let fetched = tokio::time::timeout_at(patience, consumer.fetch(options.max)).await;
+        let fetched = tokio::time::timeout_at(until, consumer.fetch(options.max)).await;
         let fetched = match fetched {
             Ok(fetched) => fetched?,
             Err(_) => break,
@@ -198,14 +229,22 @@ async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Deliv
                 None => taken.push(delivery),
             }
         }
-        if !settled.is_empty() {
-            broker.settle(settled).await?;
+        if !settled.is_empty()
+            && let Err(error) = broker.settle(settled).await
+            && taken.is_empty()
+        {
+            return Err(error);
         }
         if !taken.is_empty() {
             break;
         }
     }
-    consumer.close().await?;
+    // What was taken is the client's, however the consumer ends.
+    if let Err(error) = consumer.close().await
+        && taken.is_empty()
+    {
+        return Err(error);
+    }
     Ok(taken)
 }
 
@@ -224,7 +263,12 @@ fn refusal(delivery: &Delivery, options: &Fetch) -> Option<Verdict> {
     (delivery.attempt > options.policy.max_attempts()).then_some(Verdict::Dead { failure: None })
 }
 
-async fn declare(bus: &Bus, group: &GroupName, request: &FetchRequest) -> Result<(), Problem> {
+/// Makes the group or adds to it. Returns the patterns of all its subscriptions.
+async fn declare(
+    bus: &Bus,
+    group: &GroupName,
+    request: &FetchRequest,
+) -> Result<Vec<Pattern>, Problem> {
     let mut subscriptions = Vec::new();
     for pattern in &request.patterns {
         let pattern = Pattern::new(&everbus::streams::canonical(pattern))?;
@@ -243,8 +287,8 @@ async fn declare(bus: &Bus, group: &GroupName, request: &FetchRequest) -> Result
         subscriptions,
         ..GroupSpec::new(group.clone())
     };
-    bus.engine().broker.declare(spec).await?;
-    Ok(())
+    let all = bus.engine().broker.declare(spec).await?;
+    Ok(all.into_iter().map(|s| s.pattern).collect())
 }
 
 /// The settings of a group that the configuration file declares.
@@ -320,13 +364,19 @@ struct SettledItem {
     /// Why not: `LeaseLost` means that the lease had ended and another client has the event.
     #[serde(skip_serializing_if = "Option::is_none")]
     code: Option<&'static str>,
+    /// What to do about it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hint: Option<String>,
 }
 
 impl Settled {
     fn of(answers: Vec<Result<(), Error>>) -> Self {
         let items = answers.into_iter().map(|answer| SettledItem {
             ok: answer.is_ok(),
-            code: answer.err().map(|error| error.code().as_str()),
+            code: answer.as_ref().err().map(|error| error.code().as_str()),
+            hint: answer
+                .err()
+                .and_then(|error| error.hint_text().map(str::to_owned)),
         });
         Self {
             items: items.collect(),
@@ -355,29 +405,57 @@ pub(crate) async fn settle_for(
     let policy = policy(state, &group);
     let key = signing_key(state.bus()).await?;
     let mut settlements = Vec::with_capacity(items.len());
+    let mut foreign = Vec::with_capacity(items.len());
     for item in items {
-        let (lease, attempt) = read_ticket(&key, &group, &item.lease)?;
-        let verdict = verdict(&item, attempt, &policy)?;
-        settlements.push(Settlement::new(lease, verdict));
+        let given = read_ticket(&key, &group, &item.lease)?;
+        let verdict = verdict(&item, given.attempt, &policy)?;
+        settlements.push(Settlement::new(given.lease, verdict));
+        foreign.push(given.foreign);
     }
-    Ok(state.bus().engine().broker.settle(settlements).await?)
+    let answers = state.bus().engine().broker.settle(settlements).await?;
+    Ok(explained(answers, &foreign))
+}
+
+/// Says of a lost lease that another process gave it.
+fn explained(answers: Vec<Result<(), Error>>, foreign: &[bool]) -> Vec<Result<(), Error>> {
+    let answers = answers.into_iter().zip(foreign);
+    answers
+        .map(|(answer, foreign)| match answer {
+            Err(error) if error.code() == Code::LeaseLost && *foreign => Err(error.hint(
+                "another server, or this one before a restart, gave the lease: settle where \
+                 you fetch (sticky sessions), or use PostgreSQL",
+            )),
+            answer => answer,
+        })
+        .collect()
+}
+
+/// Extends leases for a caller; also what the WebSocket does.
+pub(crate) async fn extend_for(
+    state: &AppState,
+    caller: &Caller,
+    name: &str,
+    leases: &[String],
+    by: Duration,
+) -> Result<Vec<Result<(), Error>>, Problem> {
+    let group = caller.group(name)?;
+    let key = signing_key(state.bus()).await?;
+    let mut given = Vec::with_capacity(leases.len());
+    let mut foreign = Vec::with_capacity(leases.len());
+    for text in leases {
+        let ticket = read_ticket(&key, &group, text)?;
+        given.push(ticket.lease);
+        foreign.push(ticket.foreign);
+    }
+    let answers = state.bus().engine().broker.extend(given, by).await?;
+    Ok(explained(answers, &foreign))
 }
 
 fn verdict(item: &SettleItem, attempt: u32, policy: &RetryPolicy) -> Result<Verdict, Problem> {
     let after = item.after_ms.map(Duration::from_millis);
-    let failure = |kind| Failure {
-        attempt,
-        at: SystemClock.now(),
-        kind,
-        handler: Some(HANDLER.to_owned()),
-        error: item
-            .error
-            .clone()
-            .unwrap_or_else(|| "the client gave no reason".to_owned()),
-        backtrace: None,
-        alone: false,
-        took: None,
-        worker: None,
+    let why = || {
+        let given = item.error.clone();
+        given.unwrap_or_else(|| "the client gave no reason".to_owned())
     };
     Ok(match item.verdict.as_str() {
         "ack" => Verdict::Ack,
@@ -388,25 +466,50 @@ fn verdict(item: &SettleItem, attempt: u32, policy: &RetryPolicy) -> Result<Verd
                 .unwrap_or_else(|| "skipped by the client".to_owned()),
         },
         "dead" => Verdict::Dead {
-            failure: Some(failure(FailureKind::Permanent)),
+            failure: Some(failure(attempt, FailureKind::Permanent, why())),
         },
         "release" => Verdict::Release {
             after: after.unwrap_or_default(),
         },
-        "retry" => match policy.after_failure(attempt, fastrand::f64()) {
-            Some(delay) => Verdict::Retry {
-                after: after.unwrap_or(delay),
-                failure: failure(FailureKind::Error),
-            },
-            None => Verdict::Dead {
-                failure: Some(failure(FailureKind::Error)),
-            },
-        },
+        "retry" => after_failure(policy, attempt, after, why()),
         other => {
             let what = format!("{other:?} is not a verdict");
             return Err(Problem::bad_request(what).hint("ack, retry, dead, skip or release"));
         }
     })
+}
+
+/// Another attempt by the policy, or the end.
+fn after_failure(
+    policy: &RetryPolicy,
+    attempt: u32,
+    after: Option<Duration>,
+    why: String,
+) -> Verdict {
+    let failure = failure(attempt, FailureKind::Error, why);
+    match policy.after_failure(attempt, fastrand::f64()) {
+        Some(delay) => Verdict::Retry {
+            after: after.unwrap_or(delay),
+            failure,
+        },
+        None => Verdict::Dead {
+            failure: Some(failure),
+        },
+    }
+}
+
+fn failure(attempt: u32, kind: FailureKind, error: String) -> Failure {
+    Failure {
+        attempt,
+        at: SystemClock.now(),
+        kind,
+        handler: Some(HANDLER.to_owned()),
+        error,
+        backtrace: None,
+        alone: false,
+        took: None,
+        worker: None,
+    }
 }
 
 #[derive(Deserialize, JsonSchema)]
@@ -426,12 +529,7 @@ async fn extend(
 ) -> Result<Answer<Settled>, Problem> {
     let group = caller.group(&name)?;
     let by = lease(&state, &group, Some(request.by_ms))?;
-    let key = signing_key(state.bus()).await?;
-    let mut leases = Vec::with_capacity(request.leases.len());
-    for text in &request.leases {
-        leases.push(read_ticket(&key, &group, text)?.0);
-    }
-    let answers = state.bus().engine().broker.extend(leases, by).await?;
+    let answers = extend_for(&state, &caller, &name, &request.leases, by).await?;
     Ok(Answer(Settled::of(answers)))
 }
 
@@ -464,6 +562,7 @@ fn ticket(key: &hmac::Key, group: &GroupName, delivery: &Delivery) -> String {
         words: lease.words(),
         text: lease.text().map(ToString::to_string),
         attempt: delivery.attempt,
+        server: PROCESS.to_string(),
     };
     // Numbers and texts: serialising them cannot fail.
     let body = serde_json::to_vec(&ticket).unwrap_or_default();
@@ -475,7 +574,18 @@ fn ticket(key: &hmac::Key, group: &GroupName, delivery: &Delivery) -> String {
     )
 }
 
-fn read_ticket(key: &hmac::Key, group: &GroupName, text: &str) -> Result<(Lease, u32), Problem> {
+/// Names this process in the leases that it gives.
+static PROCESS: LazyLock<EventId> = LazyLock::new(EventId::new);
+
+/// What a client gave.
+struct Given {
+    lease: Lease,
+    attempt: u32,
+    /// Another process fetched the event.
+    foreign: bool,
+}
+
+fn read_ticket(key: &hmac::Key, group: &GroupName, text: &str) -> Result<Given, Problem> {
     let bad = || Problem::bad_request("this is not a lease of the group");
     let (body, tag) = text.split_once('.').ok_or_else(bad)?;
     let body = BASE64URL_NOPAD.decode(body.as_bytes()).map_err(|_| bad())?;
@@ -489,5 +599,9 @@ fn read_ticket(key: &hmac::Key, group: &GroupName, text: &str) -> Result<(Lease,
     if let Some(text) = ticket.text {
         lease = lease.with_text(text.into());
     }
-    Ok((lease, ticket.attempt))
+    Ok(Given {
+        lease,
+        attempt: ticket.attempt,
+        foreign: ticket.server != PROCESS.to_string(),
+    })
 }

@@ -28,7 +28,7 @@ pub(super) fn routes() -> Vec<Route> {
             .json::<WebhookRequest>()
             .returns::<Created>(200),
         Route::delete("/v1/webhooks/{name}", consume, remove)
-            .summary("Removes a webhook; its group and what it has not delivered stay")
+            .summary("Removes a webhook; its group stays and collects events until it is deleted")
             .returns::<Webhook>(200),
     ]
 }
@@ -156,10 +156,7 @@ async fn put(
     let action = Action::new("webhooks.put")
         .on("GROUP", &group)
         .detail("pattern", json!(declared.pattern));
-    let work = consumers::change(&state, |stored| {
-        stored.insert(declared.group.clone(), declared.clone());
-        Ok(())
-    });
+    let work = consumers::change(&state, group.as_str(), Some(declared.clone()));
     audited(state.bus().engine(), &Operator::current(), action, work).await?;
     let webhook = Webhook::of(&caller, &declared).ok_or_else(|| no_webhook(&name))?;
     Ok(Answer(Created { secret, webhook }))
@@ -187,10 +184,7 @@ async fn remove(
     let webhook = known.and_then(|declared| Webhook::of(&caller, declared));
     let webhook = webhook.ok_or_else(|| no_webhook(&name))?;
     let action = Action::new("webhooks.remove").on("GROUP", &group);
-    let work = consumers::change(&state, |stored| {
-        stored.remove(group.as_str());
-        Ok(())
-    });
+    let work = consumers::change(&state, group.as_str(), None);
     audited(state.bus().engine(), &Operator::current(), action, work).await?;
     Ok(Answer(webhook))
 }

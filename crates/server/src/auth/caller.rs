@@ -59,6 +59,15 @@ impl Caller {
         }
     }
 
+    /// Whether a caller of a moment ago would still be let in. A store that cannot be read changes nothing.
+    pub(crate) async fn is_valid(&self, state: &AppState) -> bool {
+        let valid = match &self.token {
+            Some(token) => state.tokens().is_valid(token).await,
+            None => state.is_open().await,
+        };
+        valid.unwrap_or(true)
+    }
+
     /// Whether the caller has a scope.
     pub fn may(&self, scope: Scope) -> bool {
         let allows = |token: &Arc<TokenInfo>| {

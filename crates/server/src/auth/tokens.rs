@@ -3,7 +3,7 @@
 //! All of them are one value in the store, so that a change is one compare-and-set and every server that shares
 //! the store sees it. A server keeps a copy that it renews every second.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -124,6 +124,9 @@ pub struct Tokens {
 #[derive(Default)]
 struct Known {
     by_hash: HashMap<String, Arc<TokenInfo>>,
+    ids: HashSet<String>,
+    /// The list is there, even if it is empty.
+    used: bool,
 }
 
 impl Tokens {
@@ -197,14 +200,42 @@ impl Tokens {
         revoked.ok_or_else(|| Error::new(Code::Internal, "the token was not removed"))
     }
 
-    /// Whether there is any token. Without one a loopback server is open.
+    /// Whether there is any token.
     pub async fn exist(&self) -> Result<bool> {
+        let known = self.known_if_any().await?;
+        Ok(known.is_some_and(|known| !known.by_hash.is_empty()))
+    }
+
+    /// Whether tokens are used here: one was made, even if it was revoked since. Until then a loopback server is open.
+    pub async fn are_used(&self) -> Result<bool> {
+        let known = self.known_if_any().await?;
+        Ok(known.is_some_and(|known| known.used))
+    }
+
+    /// An engine that cannot keep tokens has none.
+    async fn known_if_any(&self) -> Result<Option<Arc<Known>>> {
         match self.known().await {
-            Ok(known) => Ok(!known.by_hash.is_empty()),
-            // An engine that cannot keep tokens has none.
-            Err(error) if error.code() == Code::Unsupported => Ok(false),
-            Err(error) => Err(error),
+            Err(error) if error.code() == Code::Unsupported => Ok(None),
+            known => known.map(Some),
         }
+    }
+
+    /// Forgets that tokens were used, once none is left: a loopback server is open again.
+    pub async fn reset(&self) -> Result<()> {
+        let (all, _) = self.read().await?;
+        if !all.is_empty() {
+            let what = format!("there are {} tokens", all.len());
+            return Err(Error::new(Code::InvalidSetting, what).hint("revoke them first"));
+        }
+        self.kv()?.delete(KEY).await?;
+        self.renew().await.map(drop)
+    }
+
+    /// Whether a token that was valid still is.
+    pub(crate) async fn is_valid(&self, token: &TokenInfo) -> Result<bool> {
+        let known = self.known().await?;
+        let ended = token.expires_at.is_some_and(|end| end <= SystemClock.now());
+        Ok(!ended && known.ids.contains(&token.id))
     }
 
     /// The token of this secret, if it is valid now.
@@ -244,10 +275,12 @@ impl Tokens {
 
     /// Reads the store again.
     async fn renew(&self) -> Result<Arc<Known>> {
-        let (all, _) = self.read().await?;
+        let (all, revision) = self.read().await?;
         let by_hash = all.iter().map(|t| (t.hash.clone(), Arc::new(t.info())));
         let known = Arc::new(Known {
             by_hash: by_hash.collect(),
+            ids: all.iter().map(|t| t.id.clone()).collect(),
+            used: revision != everbus_core::ABSENT,
         });
         *self.known.write() = Some(known.clone());
         Ok(known)

@@ -28,8 +28,8 @@ const KEY: &str = "webhooks";
 /// How soon a server sees a webhook that another one declared.
 const EVERY: Duration = Duration::from_secs(2);
 const TRIES: usize = 20;
-/// More webhooks than this are refused as a mistake.
-const MOST: usize = 1000;
+/// More webhooks of one tenant than this are refused as a mistake.
+const MOST: usize = 200;
 
 /// A webhook that was declared over HTTP.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -69,27 +69,47 @@ pub(crate) async fn declared(bus: &Bus) -> Result<Stored> {
     Ok(found.map_or_else(Stored::new, |(stored, _)| stored))
 }
 
-/// Changes the declared webhooks, and starts or stops those of this server.
-pub(crate) async fn change(
-    state: &AppState,
-    change: impl Fn(&mut Stored) -> Result<()>,
-) -> Result<()> {
-    let kv = state.bus().kv(TOKENS_BUCKET)?;
+/// Declares, replaces or removes one webhook, and starts or stops it in this server. One that cannot be started is
+/// taken back.
+pub(crate) async fn change(state: &AppState, group: &str, new: Option<Declared>) -> Result<()> {
+    let before = store(state.bus(), group, |_| true, new.clone()).await?;
+    let Some(error) = reconciled(state).await?.remove(group) else {
+        return Ok(());
+    };
+    // Unless another client has changed it meanwhile.
+    store(state.bus(), group, |now| now == new.as_ref(), before).await?;
+    reconciled(state).await?;
+    Err(error)
+}
+
+/// Stores one webhook, if what is stored now may be replaced. Returns what it replaced.
+async fn store(
+    bus: &Bus,
+    group: &str,
+    may_replace: impl Fn(Option<&Declared>) -> bool,
+    new: Option<Declared>,
+) -> Result<Option<Declared>> {
+    let kv = bus.kv(TOKENS_BUCKET)?;
     let mut tries = 0;
     loop {
         let found = kv.get_json(KEY).await?;
         let (mut stored, revision) = found.unwrap_or((Stored::new(), everbus_core::ABSENT));
-        change(&mut stored)?;
-        if stored.len() > MOST {
+        if !may_replace(stored.get(group)) {
+            return Ok(None);
+        }
+        let before = match &new {
+            Some(new) => stored.insert(group.to_owned(), new.clone()),
+            None => stored.remove(group),
+        };
+        if let Some(new) = &new
+            && stored.values().filter(|d| d.tenant == new.tenant).count() > MOST
+        {
             let what = format!("there are {MOST} webhooks already");
-            return Err(Error::new(Code::InvalidSetting, what));
+            return Err(Error::new(Code::InvalidSetting, what).hint("remove unused ones"));
         }
         match kv.put_json(KEY, &stored).expected(revision).await {
             Err(e) if e.code() == Code::RevisionConflict && tries < TRIES => tries += 1,
-            put => {
-                put?;
-                return reconcile(state).await;
-            }
+            put => return put.map(|_| before),
         }
     }
 }
@@ -211,41 +231,70 @@ fn of_tenant(message: &Message, tenant: Option<&str>) -> HandlerResult {
 
 /// Follows the webhooks that are declared over HTTP, here and by other servers.
 pub(crate) async fn follow(state: AppState) {
+    let mut failed = BTreeMap::new();
     loop {
         match reconcile(&state).await {
             Err(error) if error.code() == Code::Unsupported => return,
             Err(error) => {
                 tracing::warn!(target: "everbus::webhook", %error, "the declared webhooks are not known");
             }
-            Ok(()) => {}
+            Ok(errors) => {
+                // Once for each error: the next look comes soon.
+                for (group, error) in &errors {
+                    if !failed.contains_key(group) {
+                        tracing::error!(target: "everbus::webhook", %group, %error, "the webhook does not run");
+                    }
+                }
+                failed = errors;
+            }
         }
         tokio::time::sleep(EVERY).await;
     }
 }
 
-/// Starts what is declared and does not run, stops what runs and is not declared any more.
-async fn reconcile(state: &AppState) -> Result<()> {
+/// The same as [`reconcile`], also if the client does not wait for it.
+async fn reconciled(state: &AppState) -> Result<BTreeMap<String, Error>> {
+    let state = state.clone();
+    let work = tokio::spawn(async move { reconcile(&state).await });
+    work.await
+        .map_err(|e| Error::new(Code::Internal, e.to_string()))?
+}
+
+/// Starts what is declared and does not run, stops what runs and is not declared any more. Returns the webhooks that
+/// cannot be started, by their groups; the others run.
+///
+/// A webhook that stops keeps its subscription: without one the engine would move the group past events that are not
+/// delivered yet.
+async fn reconcile(state: &AppState) -> Result<BTreeMap<String, Error>> {
     let webhooks = state.webhooks();
     let _one = webhooks.changing.lock().await;
     let wanted = declared(state.bus()).await?;
     let running = webhooks.running.lock().clone();
     for (name, (now, id)) in &running {
         if wanted.get(name) != Some(now) {
-            webhooks.running.lock().remove(name);
-            match state.bus().unsubscribe(*id).await {
+            match state.bus().detach(*id).await {
                 Err(error) if error.code() == Code::SubscriptionNotFound => {}
                 stopped => stopped?,
             }
+            webhooks.running.lock().remove(name);
         }
     }
+    let mut failed = BTreeMap::new();
     for (name, hook) in wanted {
         if webhooks.running.lock().contains_key(&name) {
             continue;
         }
-        let id = mount(state, &hook).await?;
-        webhooks.running.lock().insert(name, (hook, id));
+        match mount(state, &hook).await {
+            Ok(id) => {
+                webhooks.running.lock().insert(name, (hook, id));
+            }
+            Err(error) if error.code() == Code::EventBusShutdownError => return Err(error),
+            Err(error) => {
+                failed.insert(name, error);
+            }
+        }
     }
-    Ok(())
+    Ok(failed)
 }
 
 async fn mount(state: &AppState, declared: &Declared) -> Result<SubscriptionId> {

@@ -20,6 +20,13 @@ use crate::state::AppState;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Peer(pub(crate) SocketAddr);
 
+impl Peer {
+    /// Whom a rate limit counts while there is no valid token.
+    pub(crate) fn unnamed(self) -> String {
+        format!("address {}", self.0.ip())
+    }
+}
+
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longer request ids are not used: they end up in every event and log line.
 const LONGEST_ID: usize = 128;

@@ -57,6 +57,9 @@ async fn scrape(State(state): State<AppState>, headers: HeaderMap) -> Result<Res
     Ok(([(header::CONTENT_TYPE, format.content_type())], text).into_response())
 }
 
+/// More series than this of one family are counted together, as `other`.
+const MOST_SERIES: usize = 1000;
+
 /// Open dead letters by stream and group.
 fn dead_letters(groups: &[GroupInfo]) -> Family {
     let help = "Open dead letters";
@@ -64,16 +67,22 @@ fn dead_letters(groups: &[GroupInfo]) -> Family {
     for group in groups {
         let name = group.name.to_string();
         for (stream, lag) in lags(group) {
-            family.number(&[("stream", &stream), ("group", &name)], lag as f64);
+            if family.series.len() < MOST_SERIES {
+                family.number(&[("stream", &stream), ("group", &name)], lag as f64);
+            } else {
+                family.number(&[("stream", "other"), ("group", "other")], lag as f64);
+            }
         }
     }
     family
 }
 
-/// Open dead letters of a group by the label of their stream.
+/// Open dead letters of a group by the label of their stream. Types without any are left out: their number has no
+/// bound.
 pub(crate) fn lags(group: &GroupInfo) -> BTreeMap<String, u64> {
     let mut by_stream = BTreeMap::new();
-    for (event_type, lag) in &group.types {
+    let dead = group.types.iter().filter(|(_, lag)| lag.dead_letters > 0);
+    for (event_type, lag) in dead {
         *by_stream.entry(streams::label(event_type)).or_default() += lag.dead_letters;
     }
     if group.types.is_empty() {

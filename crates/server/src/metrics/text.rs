@@ -44,24 +44,24 @@ pub(crate) fn write<'a>(format: Format, families: impl IntoIterator<Item = &'a F
 fn write_family(text: &mut String, format: Format, family: &Family) {
     let name = family.name.as_str();
     let strict = format == Format::OpenMetrics;
-    // In OpenMetrics the family of a counter has no suffix, and each sample of it has one.
-    let base = match (family.kind, strict) {
-        (Kind::Counter, true) => name.strip_suffix("_total").unwrap_or(name),
-        _ => name,
-    };
-    let sample = match (family.kind, strict) {
-        (Kind::Counter, true) => format!("{base}_total"),
-        _ => name.to_owned(),
+    // In OpenMetrics the family of a counter has no suffix, and each sample of it has one. A counter whose specified
+    // name has none keeps its name, and has no type there.
+    let (base, kind) = match (family.kind, strict) {
+        (Kind::Counter, true) => match name.strip_suffix("_total") {
+            Some(base) => (base, Kind::Counter.as_str()),
+            None => (name, "unknown"),
+        },
+        (kind, _) => (name, kind.as_str()),
     };
     let _ = writeln!(text, "# HELP {base} {}", escaped(&family.help, strict));
-    let _ = writeln!(text, "# TYPE {base} {}", family.kind.as_str());
+    let _ = writeln!(text, "# TYPE {base} {kind}");
     if let Some(unit) = family.unit.filter(|unit| strict && base.ends_with(unit)) {
         let _ = writeln!(text, "# UNIT {base} {unit}");
     }
     for (labels, value) in &family.series {
         match value {
             Value::Number(value) => {
-                text.push_str(&sample);
+                text.push_str(name);
                 write_labels(text, labels, None);
                 let _ = writeln!(text, " {value}");
             }
@@ -169,6 +169,23 @@ mod tests {
         );
         assert!(text.contains("# UNIT x_time_seconds seconds\n"), "{text}");
         assert!(text.ends_with("# EOF\n"));
+    }
+
+    /// Names that a specification gives stay as they are in every format.
+    #[test]
+    fn a_counter_without_the_suffix_keeps_its_name() {
+        let mut family = Family::new("events_skipped", Kind::Counter, "Skipped");
+        family.number(&[], 2.0);
+        let text = write(Format::OpenMetrics, [&family]);
+        assert!(
+            text.contains("# TYPE events_skipped unknown\nevents_skipped 2\n"),
+            "{text}"
+        );
+        let text = write(Format::Prometheus, [&family]);
+        assert!(
+            text.contains("# TYPE events_skipped counter\nevents_skipped 2\n"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -23,6 +23,8 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 const FRAMES_AT_ONCE: usize = 64;
 /// How often figures are sent.
 const FIGURES_EVERY: Duration = Duration::from_secs(1);
+/// How often the token of a connection is looked at.
+const VALID_EVERY: Duration = Duration::from_secs(2);
 /// The longest name of a subscription.
 const LONGEST_ID: usize = 128;
 
@@ -69,6 +71,7 @@ pub(super) async fn serve(
         tasks: JoinSet::new(),
         limits,
         sent: Instant::now() - COALESCE,
+        valid: tokio::time::interval_at(Instant::now() + VALID_EVERY, VALID_EVERY),
     };
     let ending = connection.run(&mut socket).await;
     connection.leave().await;
@@ -100,6 +103,8 @@ struct Connection {
     budget: Budget,
     /// When a frame was last sent.
     sent: Instant,
+    /// When the token is looked at.
+    valid: tokio::time::Interval,
 }
 
 impl Connection {
@@ -116,11 +121,13 @@ impl Connection {
                     Err(Ending::new(close_code::AWAY, "stopping", "the server stops; connect again"))
                 }
                 () = ready => self.send(socket).await,
+                _ = self.valid.tick() => self.still_valid().await,
                 beat = self.heartbeat.next() => self.beat(socket, beat).await,
                 message = socket.recv() => self.receive(message).await,
                 Some(ended) = self.tasks.join_next() => {
                     if let Ok(id) = ended {
                         self.subscriptions.remove(&id);
+                        self.groups.remove(&id);
                     }
                     Ok(())
                 }
@@ -129,6 +136,15 @@ impl Connection {
                 return ending;
             }
         }
+    }
+
+    /// A token that was revoked or has expired ends the connection.
+    async fn still_valid(&self) -> Result<(), Ending> {
+        if self.caller.is_valid(&self.state).await {
+            return Ok(());
+        }
+        let detail = "the token was revoked or has expired";
+        Err(Ending::new(close_code::POLICY, "revoked", detail))
     }
 
     /// Sends what waits.
@@ -321,6 +337,10 @@ impl Connection {
         if !self.caller.may(Scope::Consume) {
             let what = "a group needs the scope consume, which the token does not have";
             return Err(Error::new(Code::InvalidSetting, what));
+        }
+        if wanted.tenant.is_some() || wanted.after.is_some() {
+            let what = "tenant and after do not go with a group, which has its own place";
+            return Err(Error::new(Code::InvalidSetting, what).hint("leave them out"));
         }
         let held = Held::new(wanted.group.as_deref().unwrap_or_default());
         self.groups.insert(id.clone(), held.clone());

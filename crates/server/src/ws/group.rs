@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use super::outbox::Outbox;
 use super::protocol::{self, Subscribe};
-use crate::api::pull::{FetchRequest, SettleItem, fetch_for, settle_for};
+use crate::api::pull::{FetchRequest, SettleItem, extend_for, fetch_for, settle_for};
 use crate::auth::Caller;
 use crate::problem::Problem;
 use crate::state::AppState;
@@ -22,15 +22,26 @@ const WINDOW: usize = 64;
 const WAIT_MS: u64 = 20_000;
 /// After an error of the engine the next look waits this long.
 const AFTER_ERROR: Duration = Duration::from_secs(1);
-/// Leases last this long; the server then gives their events to another client.
+/// Leases last this long, and are extended while the connection lives.
 const LEASE: Duration = Duration::from_secs(30);
+const EXTEND_EVERY: Duration = Duration::from_secs(10);
+/// A client that has not acked an event after this time does not get its lease extended any more: another client gets
+/// the event.
+const LONGEST: Duration = Duration::from_secs(15 * 60);
 
 /// What one client holds of a group.
 pub(super) struct Held {
     group: String,
-    leases: Mutex<HashMap<String, Instant>>,
+    leases: Mutex<HashMap<String, Holding>>,
     /// A lease was settled: there is room.
     settled: Notify,
+}
+
+/// One event that the client has.
+#[derive(Clone, Copy)]
+struct Holding {
+    since: Instant,
+    until: Instant,
 }
 
 impl Held {
@@ -47,7 +58,7 @@ impl Held {
         loop {
             let room = {
                 let mut leases = self.leases.lock();
-                leases.retain(|_, since| since.elapsed() < LEASE);
+                leases.retain(|_, holding| holding.until > Instant::now());
                 WINDOW.saturating_sub(leases.len())
             };
             if room > 0 {
@@ -55,6 +66,37 @@ impl Held {
             }
             // Leases also end by themselves.
             let _ = tokio::time::timeout(LEASE, self.settled.notified()).await;
+        }
+    }
+
+    /// Extends the leases until the future is dropped.
+    async fn keep(&self, state: &AppState, caller: &Caller) {
+        loop {
+            tokio::time::sleep(EXTEND_EVERY).await;
+            let now = Instant::now();
+            let leases: Vec<String> = {
+                let held = self.leases.lock();
+                let kept = held.iter().filter(|(_, h)| now - h.since < LONGEST);
+                kept.map(|(lease, _)| lease.clone()).collect()
+            };
+            if leases.is_empty() {
+                continue;
+            }
+            // After an error the next round tries again; until then the leases hold.
+            let Ok(answers) = extend_for(state, caller, &self.group, &leases, LEASE).await else {
+                continue;
+            };
+            let mut held = self.leases.lock();
+            for (lease, answer) in leases.iter().zip(answers) {
+                match (answer, held.get_mut(lease)) {
+                    (Ok(()), Some(holding)) => holding.until = now + LEASE,
+                    (Err(_), Some(_)) => {
+                        held.remove(lease);
+                    }
+                    // Settled meanwhile.
+                    (_, None) => {}
+                }
+            }
         }
     }
 
@@ -94,8 +136,23 @@ impl Held {
     }
 }
 
-/// Sends the events of a group until the connection ends.
+/// Sends the events of a group until the connection ends, and extends their leases meanwhile.
 pub(super) async fn send(
+    state: AppState,
+    caller: Caller,
+    wanted: Subscribe,
+    held: Arc<Held>,
+    outbox: Arc<Outbox>,
+) -> Arc<str> {
+    let keeper = held.clone();
+    let (keep_state, keep_caller) = (state.clone(), caller.clone());
+    tokio::select! {
+        id = send_events(state, caller, wanted, held, outbox) => id,
+        () = keeper.keep(&keep_state, &keep_caller) => Arc::from(""),
+    }
+}
+
+async fn send_events(
     state: AppState,
     caller: Caller,
     wanted: Subscribe,
@@ -117,10 +174,16 @@ pub(super) async fn send(
                 // Declared by the first look.
                 request.patterns.clear();
                 first = false;
+                // All of them first: those that wait for room are kept as well.
+                let now = Instant::now();
+                let holding = Holding {
+                    since: now,
+                    until: now + LEASE,
+                };
+                for item in &items {
+                    held.leases.lock().insert(item.lease.clone(), holding);
+                }
                 for item in items {
-                    held.leases
-                        .lock()
-                        .insert(item.lease.clone(), Instant::now());
                     let message = json!({
                         "type": "data",
                         "subscription": &*id,
@@ -128,7 +191,7 @@ pub(super) async fn send(
                         "leases": [item.lease],
                         "attempt": item.attempt,
                     });
-                    outbox.text(message.to_string());
+                    outbox.text_in_turn(message.to_string()).await;
                 }
             }
             // A group that cannot be had is an answer; later the engine may only be busy.

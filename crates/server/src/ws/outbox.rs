@@ -75,20 +75,33 @@ impl Outbox {
         self.add(items(subscription, events));
     }
 
-    /// Adds events of the past, once there is room: the client sets the pace.
+    /// Adds events of the past, each once there is room: the client sets the pace.
     pub(crate) async fn past_events(&self, subscription: &Arc<str>, events: &[Followed]) {
+        for item in items(subscription, events) {
+            self.room().await;
+            self.add([item]);
+        }
+    }
+
+    /// Adds a message once there is room.
+    pub(crate) async fn text_in_turn(&self, text: String) {
+        self.room().await;
+        self.text(text);
+    }
+
+    /// Waits until half of the room is free.
+    async fn room(&self) {
         loop {
             let room = self.emptied.notified();
             {
                 let waiting = self.waiting.lock();
                 let half = waiting.items.len() * 2 < self.most && waiting.bytes * 2 < MOST_BYTES;
                 if half || waiting.slow {
-                    break;
+                    return;
                 }
             }
             room.await;
         }
-        self.add(items(subscription, events));
     }
 
     fn add(&self, items: impl IntoIterator<Item = Item>) {

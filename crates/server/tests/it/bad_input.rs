@@ -10,7 +10,7 @@ use crate::api::{Api, PATIENCE};
 
 const JSON: (&str, &str) = ("content-type", "application/json");
 
-fn gzip(bytes: &[u8]) -> Vec<u8> {
+pub(crate) fn gzip(bytes: &[u8]) -> Vec<u8> {
     let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
     encoder.write_all(bytes).unwrap();
     encoder.finish().unwrap()

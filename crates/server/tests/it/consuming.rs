@@ -215,16 +215,16 @@ async fn a_paused_group_stays_paused_across_a_restart() {
 }
 
 /// What came in: head and body of each request.
-type Requests = Arc<Mutex<Vec<(String, Vec<u8>)>>>;
+pub(crate) type Requests = Arc<Mutex<Vec<(String, Vec<u8>)>>>;
 
 /// A receiver of webhooks that answers from a list, and 200 afterwards.
-struct Receiver {
-    url: String,
-    requests: Requests,
+pub(crate) struct Receiver {
+    pub(crate) url: String,
+    pub(crate) requests: Requests,
 }
 
 impl Receiver {
-    async fn start(answers: &[&'static str]) -> Self {
+    pub(crate) async fn start(answers: &[&'static str]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}/hook", listener.local_addr().unwrap());
         let requests = Arc::new(Mutex::new(Vec::new()));
@@ -259,7 +259,7 @@ impl Receiver {
         Self { url, requests }
     }
 
-    async fn wait_for(&self, count: usize) -> Vec<(String, Vec<u8>)> {
+    pub(crate) async fn wait_for(&self, count: usize) -> Vec<(String, Vec<u8>)> {
         until("webhooks", async || {
             let all = self.requests.lock().clone();
             (all.len() >= count).then_some(all)
@@ -268,7 +268,7 @@ impl Receiver {
     }
 }
 
-fn value<'a>(head: &'a str, name: &str) -> &'a str {
+pub(crate) fn value<'a>(head: &'a str, name: &str) -> &'a str {
     let found = head.lines().find_map(|line| {
         let (known, value) = line.split_once(": ")?;
         known.eq_ignore_ascii_case(name).then_some(value)

@@ -268,6 +268,11 @@ async fn a_client_that_does_not_read_is_disconnected() {
     let server = Served::with(|options| options.websocket.queued = 50).await;
     let mut client = Client::connect(&server).await;
     client.subscribe(json!({ "id": "s" })).await;
+    // It follows the end of the log: what is behind waits for the client.
+    for n in 0..10 {
+        publish(&server, "a.b", [n]).await;
+        assert_eq!(client.numbers(1).await.0, [n]);
+    }
     let large = "x".repeat(20_000);
     // More than the buffers of both sides hold, while the client reads nothing.
     for _ in 0..40 {

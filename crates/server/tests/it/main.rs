@@ -12,6 +12,7 @@ mod api;
 mod bad_input;
 mod browser;
 mod consuming;
+mod hardened;
 mod listening;
 mod metrics;
 mod publishing;

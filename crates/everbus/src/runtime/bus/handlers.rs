@@ -61,6 +61,14 @@ impl Bus {
         shared.unless_ending(registry.unsubscribe(shared, id)).await
     }
 
+    /// Removes a handler from this bus, as a process that ends does: its subscription stays, and its events
+    /// wait for a handler here or in another process. Running calls of the handler finish.
+    pub async fn detach(&self, id: SubscriptionId) -> Result<()> {
+        let mut registry = self.inner.registry.lock().await;
+        self.accepts()?;
+        registry.detach(&self.inner.shared, id)
+    }
+
     /// The state of every group of the engine, groups of other processes included, with the lag in each
     /// stream. Also updates the lag gauges.
     pub async fn groups(&self) -> Result<Vec<GroupInfo>> {

@@ -222,32 +222,46 @@ impl Registry {
         shared: &Arc<Shared>,
         id: SubscriptionId,
     ) -> Result<()> {
-        let found = self.groups.iter_mut().find_map(|(name, group)| {
-            let index = group.handlers.iter().position(|h| h.id == id)?;
-            Some((name, group, index))
-        });
-        let Some((name, group, index)) = found else {
-            return Err(Error::new(
-                Code::SubscriptionNotFound,
-                format!("this bus has no subscription {id}"),
-            )
-            .hint("unsubscribe takes the id that subscribe returned, once"));
-        };
+        self.find(id)?;
         match shared.engine.broker.retract(id.into()).await {
             // Another process unsubscribed first; the handler is removed all the same.
             Err(error) if error.code() == Code::SubscriptionNotFound => {}
             retracted => retracted?,
         }
-        if let Some(all) = self.subscribed.get_mut(name) {
+        for all in self.subscribed.values_mut() {
             all.retain(|s| SubscriptionId::from(s.id) != id);
         }
+        self.detach(shared, id)
+    }
+
+    /// Removes a handler; its subscription stays.
+    pub(crate) fn detach(&mut self, shared: &Arc<Shared>, id: SubscriptionId) -> Result<()> {
+        let (name, index) = self.find(id)?;
+        let Some(group) = self.groups.get_mut(&name) else {
+            return Ok(());
+        };
         let handler = group.handlers.remove(index);
         handler.remove();
         group.agreed.leave(&handler.name);
         if self.started {
-            group.run(shared, name);
+            group.run(shared, &name);
         }
         Ok(())
+    }
+
+    /// The group of a handler, and its place there.
+    fn find(&self, id: SubscriptionId) -> Result<(GroupName, usize)> {
+        let found = self.groups.iter().find_map(|(name, group)| {
+            let index = group.handlers.iter().position(|h| h.id == id)?;
+            Some((name.clone(), index))
+        });
+        found.ok_or_else(|| {
+            Error::new(
+                Code::SubscriptionNotFound,
+                format!("this bus has no subscription {id}"),
+            )
+            .hint("unsubscribe takes the id that subscribe returned, once")
+        })
     }
 
     /// Starts every group. Returns whether this was the first start.
