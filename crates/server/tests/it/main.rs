@@ -12,6 +12,7 @@ mod api;
 mod bad_input;
 mod browser;
 mod consuming;
+mod jobs;
 mod listening;
 mod metrics;
 mod publishing;
