@@ -138,11 +138,12 @@ impl Index {
     /// Every tenant that has tasks or jobs.
     pub fn all_tenants(&self) -> Result<Vec<String>> {
         // From one tenant to the next by the index: there are few tenants and many tasks.
-        let sql = "WITH RECURSIVE found(name) AS (
+        let sql = "WITH RECURSIVE found(whose) AS (
                      SELECT min(tenant) FROM tasks
                      UNION ALL
-                     SELECT (SELECT min(tenant) FROM tasks WHERE tenant > name) FROM found WHERE name IS NOT NULL
-                   ) SELECT name FROM found WHERE name IS NOT NULL";
+                     SELECT (SELECT min(tasks.tenant) FROM tasks WHERE tasks.tenant > found.whose)
+                     FROM found WHERE found.whose IS NOT NULL
+                   ) SELECT whose FROM found WHERE whose IS NOT NULL";
         let conn = self.conn.lock();
         let mut statement = conn.prepare_cached(sql).map_err(reading)?;
         let rows = statement.query_map([], |row| row.get(0)).map_err(reading)?;

@@ -272,6 +272,16 @@ async fn tasks_jobs_and_schedules_of_tenants_are_apart() {
     );
     let of_acme = api.get("/v1/jobs/j?tenant=acme", admin).await.ok(200);
     assert_eq!(of_acme["totalTasks"], 4);
+    // The dashboard offers the tenants to those who may see them all.
+    for (token, offered) in [(admin, true), (acme, false)] {
+        let page = api.get("/jobs", token).await;
+        assert_eq!(page.status, 200);
+        let text = String::from_utf8(page.body).unwrap();
+        for tenant in ["acme", "other"] {
+            let option = format!("<option value=\"{tenant}\"");
+            assert_eq!(text.contains(&option), offered, "{tenant}: {text}");
+        }
+    }
     let paused = api
         .post("/v1/schedules/night/pause", acme, &json!({}))
         .await;
