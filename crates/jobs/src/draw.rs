@@ -15,7 +15,63 @@ const fn mark(state: Option<TaskState>) -> (&'static str, &'static str, &'static
     }
 }
 
+/// Where the boxes of a drawing are: a column for each layer, and in it the tasks near their parents.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// The width of the drawing.
+    pub width: usize,
+    /// The height of the drawing.
+    pub height: usize,
+    /// The upper left corner of each task's box, in the order of the graph.
+    pub places: Vec<(usize, usize)>,
+}
+
+impl Layout {
+    /// The width and the height of a box.
+    pub const BOX: (usize, usize) = (180, 44);
+    /// Between two columns, and between two boxes of a column.
+    const GAP: (usize, usize) = (60, 16);
+    const MARGIN: usize = 20;
+}
+
 impl JobPicture {
+    /// Lays the graph out from left to right. Tasks of a layer stand in the order of their parents, so that few lines
+    /// cross.
+    pub fn layout(&self) -> Layout {
+        let ((w, h), (gap_x, gap_y)) = (Layout::BOX, Layout::GAP);
+        let layers = self.graph.layers();
+        let mut columns: Vec<Vec<usize>> = Vec::new();
+        for (number, layer) in layers.iter().enumerate() {
+            if columns.len() <= *layer {
+                columns.resize(layer + 1, Vec::new());
+            }
+            columns[*layer].push(number);
+        }
+        let tallest = columns.iter().map(Vec::len).max().unwrap_or(0);
+        let mut places = vec![(0, 0); self.graph.len()];
+        for (layer, column) in columns.iter_mut().enumerate() {
+            let height_of_parents = |number: &usize| {
+                let parents = self.graph.parents(*number);
+                let sum: usize = parents.iter().map(|parent| places[*parent].1).sum();
+                sum.checked_div(parents.len()).unwrap_or(0)
+            };
+            // Stable: tasks with the same parents stay in the order of the job.
+            column.sort_by_key(height_of_parents);
+            // A short column stands in the middle.
+            let down = (tallest - column.len()) * (h + gap_y) / 2;
+            for (row, number) in column.iter().enumerate() {
+                let x = Layout::MARGIN + layer * (w + gap_x);
+                let y = Layout::MARGIN + down + row * (h + gap_y);
+                places[*number] = (x, y);
+            }
+        }
+        Layout {
+            width: 2 * Layout::MARGIN + (columns.len() * (w + gap_x)).saturating_sub(gap_x),
+            height: 2 * Layout::MARGIN + (tallest * (h + gap_y)).saturating_sub(gap_y),
+            places,
+        }
+    }
+
     /// For a terminal: layer by layer, each task with its state and its parents. Control characters are escaped.
     pub fn to_text(&self) -> String {
         let layers = self.graph.layers();
@@ -97,22 +153,10 @@ impl JobPicture {
 
     /// As SVG: a column for each layer.
     pub fn to_svg(&self) -> String {
-        const W: usize = 180;
-        const H: usize = 44;
-        const GAP_X: usize = 60;
-        const GAP_Y: usize = 16;
-        let layers = self.graph.layers();
-        let mut used: Vec<usize> = Vec::new();
-        let mut places = Vec::with_capacity(self.graph.len());
-        for layer in &layers {
-            if used.len() <= *layer {
-                used.resize(layer + 1, 0);
-            }
-            places.push((20 + layer * (W + GAP_X), 20 + used[*layer] * (H + GAP_Y)));
-            used[*layer] += 1;
-        }
-        let width = 40 + used.len() * (W + GAP_X) - GAP_X.min(40);
-        let height = 40 + used.iter().max().copied().unwrap_or(0) * (H + GAP_Y);
+        let layout = self.layout();
+        let (width, height, places) = (layout.width, layout.height, &layout.places);
+        const W: usize = Layout::BOX.0;
+        const H: usize = Layout::BOX.1;
         let mut text = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
              font-family=\"sans-serif\" font-size=\"12\">\n"
@@ -231,6 +275,50 @@ mod tests {
              \x20 │\n\
              \x20 · E  waiting     compile  ← C, B\n"
         );
+    }
+
+    #[test]
+    fn boxes_of_a_layer_stand_in_the_order_of_their_parents_and_none_overlap() {
+        let task = |id: &str, depends_on: &[&str]| TaskSpec {
+            task_id: id.into(),
+            name: "work".into(),
+            depends_on: depends_on.iter().map(ToString::to_string).collect(),
+            input: Json::empty(),
+        };
+        // The children are named in the opposite order of their parents.
+        let tasks = vec![
+            task("a", &[]),
+            task("b", &[]),
+            task("of-b", &["b"]),
+            task("of-a", &["a"]),
+            task("end", &["of-a", "of-b"]),
+        ];
+        let picture = JobPicture {
+            job_id: "job-1".into(),
+            graph: Graph::new(tasks).unwrap(),
+            states: vec![None; 5],
+        };
+        let layout = picture.layout();
+        let [a, b, of_b, of_a, end] = layout.places[..] else {
+            panic!("{layout:?}");
+        };
+        assert!(a.1 < b.1 && of_a.1 < of_b.1, "{layout:?}");
+        assert_eq!((a.1, b.1), (of_a.1, of_b.1));
+        assert_eq!(end.1, usize::midpoint(of_a.1, of_b.1), "in the middle");
+        let apart = b.1 - a.1;
+        assert!(apart > Layout::BOX.1, "{layout:?}");
+        assert_eq!(layout.width, end.0 + Layout::BOX.0 + 20);
+        assert_eq!(layout.height, b.1 + Layout::BOX.1 + 20);
+    }
+
+    #[test]
+    fn the_reason_names_what_a_task_waits_for() {
+        let picture = picture();
+        let reason = |number| picture.reason(number, None);
+        assert_eq!(reason(0), None);
+        assert_eq!(reason(1).as_deref(), Some("a worker has it"));
+        assert_eq!(reason(2).as_deref(), Some("has failed"));
+        assert_eq!(reason(3).as_deref(), Some("cannot start: C failed"));
     }
 
     #[test]

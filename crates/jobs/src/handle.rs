@@ -221,6 +221,13 @@ impl Jobs {
         }
     }
 
+    /// As [`for_tenant`](Self::for_tenant), for a name that comes from outside. `InvalidAttribute` if events cannot
+    /// carry it.
+    pub fn of_tenant(&self, tenant: &str) -> Result<Self> {
+        check_id("tenant", tenant)?;
+        Ok(self.for_tenant(tenant))
+    }
+
     /// Makes events of one origin.
     pub fn emitter(&self, origin: Origin) -> Emitter {
         Emitter {

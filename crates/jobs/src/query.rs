@@ -9,10 +9,13 @@ use everbus::{
 use serde::Serialize;
 
 use crate::dispatcher::no_job;
-use crate::events::{JOB, JobCreated, JobTasksAdded, TASK, TaskState, TaskStatuses};
+use crate::events::{
+    JOB, JobCreated, JobTasksAdded, TASK, TaskProcessingFailed, TaskState, TaskStatuses,
+};
 use crate::graph::Graph;
 use crate::handle::Jobs;
-use crate::index::{JobRow, JobState, TaskFilter};
+use crate::index::{JobRow, JobState, Page, TaskFilter};
+use crate::producer::no_task;
 use crate::state::{Note, TaskStatus};
 
 /// The largest page of a history that is read at once.
@@ -111,6 +114,37 @@ impl Jobs {
     pub async fn tasks(&self, filter: &TaskFilter) -> Result<Vec<TaskStatus>> {
         self.index().catch_up(self.bus(), None).await?;
         self.index().tasks(self.tenant(), filter)
+    }
+
+    /// One task by its latest event, also one of a job that has not begun. `NotFound` if there is none.
+    pub async fn task_status(&self, id: &str) -> Result<TaskStatus> {
+        self.index().catch_up(self.bus(), None).await?;
+        let task = self.index().task(self.tenant(), id)?;
+        task.ok_or_else(|| no_task(id))
+    }
+
+    /// Tasks page by page, the one whose state is newest first: `state` limits them, `after` is the
+    /// [`next`](Page::next) of the page before.
+    pub async fn tasks_page(
+        &self,
+        state: Option<TaskState>,
+        after: Option<&str>,
+        limit: usize,
+    ) -> Result<Page<TaskStatus>> {
+        self.index().catch_up(self.bus(), None).await?;
+        self.index().tasks_page(self.tenant(), state, after, limit)
+    }
+
+    /// Jobs page by page, the newest first: `state` limits them, `after` is the [`next`](Page::next) of the page
+    /// before.
+    pub async fn jobs_page(
+        &self,
+        state: Option<JobState>,
+        after: Option<&str>,
+        limit: usize,
+    ) -> Result<Page<JobRow>> {
+        self.index().catch_up(self.bus(), None).await?;
+        self.index().jobs_page(self.tenant(), state, after, limit)
     }
 
     /// How many tasks are in each state.
@@ -218,6 +252,67 @@ impl Jobs {
 }
 
 impl JobPicture {
+    /// The parents of a task that have not completed.
+    pub fn open_parents(&self, number: usize) -> Vec<usize> {
+        let parents = self.graph.parents(number).iter().copied();
+        parents
+            .filter(|parent| self.states[*parent] != Some(TaskState::Completed))
+            .collect()
+    }
+
+    /// Why a task does not go on, or what it does, in a sentence; `None` once it has completed. `status` adds what is
+    /// known of a task that has begun.
+    pub fn reason(&self, number: usize, status: Option<&TaskStatus>) -> Option<String> {
+        let status = status.filter(|status| status.state == self.states[number]);
+        let error = status.and_then(|status| status.error.as_deref());
+        let reason = match self.states[number] {
+            Some(TaskState::Completed) => return None,
+            None => self.reason_to_wait(number),
+            Some(TaskState::Pending) => "waits for a worker".to_owned(),
+            Some(TaskState::Processing) => {
+                let last = status.and_then(|status| status.last_event_type.as_deref());
+                let worker = status.and_then(|status| status.worker_id.as_deref());
+                match (last, worker) {
+                    (Some(TaskProcessingFailed::TYPE), _) => {
+                        let error = error.unwrap_or("its attempt failed");
+                        format!("waits for its next attempt: {error}")
+                    }
+                    (_, Some(worker)) => format!("the worker {worker} has it"),
+                    _ => "a worker has it".to_owned(),
+                }
+            }
+            Some(TaskState::Failed) => match (status, error) {
+                (Some(status), _) if status.cancelled => "was cancelled".to_owned(),
+                (_, Some(error)) => error.to_owned(),
+                _ => "has failed".to_owned(),
+            },
+        };
+        Some(reason)
+    }
+
+    fn reason_to_wait(&self, number: usize) -> String {
+        const NAMED: usize = 5;
+        let open = self.open_parents(number);
+        let failed = |parent: &usize| self.states[*parent] == Some(TaskState::Failed);
+        let names = |numbers: Vec<usize>| {
+            let more = numbers.len().saturating_sub(NAMED);
+            let ids = numbers.iter().take(NAMED);
+            let ids: Vec<&str> = ids.map(|n| self.graph.task(*n).task_id.as_str()).collect();
+            match more {
+                0 => ids.join(", "),
+                more => format!("{} and {more} more", ids.join(", ")),
+            }
+        };
+        let stopped: Vec<usize> = open.iter().copied().filter(failed).collect();
+        if !stopped.is_empty() {
+            format!("cannot start: {} failed", names(stopped))
+        } else if !open.is_empty() {
+            format!("waits for {}", names(open))
+        } else {
+            "is about to start: every task before it has completed".to_owned()
+        }
+    }
+
     /// Whether a task runs, waits for a worker, or can start.
     fn can_go_on(&self) -> bool {
         let completed = |n: &usize| self.states[*n] == Some(TaskState::Completed);

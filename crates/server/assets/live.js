@@ -7,6 +7,7 @@ let delay = 1000;
 let next = 0;
 
 function show(state, text) {
+  document.getElementById("live")?.removeAttribute("hidden");
   const dot = document.getElementById("live-dot");
   if (dot) dot.className = `dot ${state}`;
   const label = document.getElementById("live-text");

@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
-use everbus::{Bus, Event, HandlerError, HandlerResult, Message, Result};
-use serde_json::json;
+use everbus::{Event, HandlerError, HandlerResult, Message, Result};
+use everbus_jobs::events::{ErrorCategory, Json, TaskSpec};
+use everbus_jobs::{NewJob, Task, TaskError, Worker};
+use serde_json::{Value, json};
 
 use crate::state::AppState;
 
@@ -21,7 +23,8 @@ const GOODS: &[(&str, u32)] = &[
 const TOWNS: &[&str] = &["Lisbon", "Oslo", "Graz", "Leiden", "Porto", "Turku"];
 
 /// Subscribes the departments of the shop.
-pub(crate) async fn open(bus: &Bus) -> Result<()> {
+pub(crate) async fn open(state: &AppState) -> Result<()> {
+    let bus = state.bus();
     bus.subscribe("orders.order.placed")
         .group("payments")
         .name("charge")
@@ -50,7 +53,81 @@ pub(crate) async fn open(bus: &Bus) -> Result<()> {
         .concurrency(1)
         .handler(count)
         .await?;
+    // An engine without a history has no jobs; the rest of the shop is open.
+    if let Ok(jobs) = state.jobs() {
+        Worker::new(jobs)
+            .id("demo-worker")
+            .concurrency(4)
+            .retry(
+                everbus::RetryPolicy::default()
+                    .max_retries(2)
+                    .base_delay(Duration::from_secs(1)),
+            )
+            .any(renew)
+            .mount()
+            .await?;
+    }
     Ok(())
+}
+
+/// A job every few seconds: the pages of the shop's catalogue are made again.
+pub(crate) async fn catalogue(state: AppState) {
+    let Ok(jobs) = state.jobs() else { return };
+    let mut number = 1000 + u64::from(fastrand::u16(..));
+    loop {
+        number += 1;
+        let job = NewJob {
+            job_id: Some(format!("catalogue-{number}")),
+            tasks: renewal(),
+            prefix_ids: true,
+            ..NewJob::default()
+        };
+        match jobs.submit_job(job).await {
+            Ok(_) => state.tasks().want(),
+            Err(error) => {
+                tracing::warn!(target: "everbus::demo", %error, "a job was not stored");
+            }
+        }
+        let pause = Duration::from_millis(fastrand::u64(4000..8000));
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = state.stopping() => return,
+        }
+    }
+}
+
+fn renewal() -> Vec<TaskSpec> {
+    let task = |id: &str, name: &str, depends_on: &[&str]| TaskSpec {
+        task_id: id.to_owned(),
+        name: name.to_owned(),
+        depends_on: depends_on.iter().map(ToString::to_string).collect(),
+        input: Json::empty(),
+    };
+    vec![
+        task("stock", "read-stock", &[]),
+        task("prices", "read-prices", &[]),
+        task("photos", "shrink-photos", &["stock"]),
+        task("texts", "translate", &["stock"]),
+        task("offers", "choose-offers", &["stock", "prices"]),
+        task("pages", "make-pages", &["photos", "texts", "offers"]),
+        task("publish", "publish", &["pages"]),
+    ]
+}
+
+async fn renew(task: Task) -> Result<Value, TaskError> {
+    task.activity("step_running", Some(&task.name));
+    work(400..2500).await;
+    match fastrand::u8(..100) {
+        0..6 => Err(TaskError::new(
+            ErrorCategory::Network,
+            "the supplier did not answer",
+        )),
+        6..9 => Err(TaskError::new(
+            ErrorCategory::Validation,
+            "a photo has no article",
+        )),
+        _ => Ok(json!({ "done": task.name })),
+    }
 }
 
 /// Customers: orders, in bursts, until the server ends.

@@ -24,6 +24,7 @@ pub mod routes;
 mod server;
 mod sse;
 mod state;
+mod tasks;
 mod ws;
 
 pub use crate::metrics::Metrics;

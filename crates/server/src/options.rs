@@ -30,6 +30,10 @@ pub struct ServerOptions {
     pub demo: bool,
     /// Webhooks may go to `http:` and to private addresses, for development and internal networks.
     pub private_webhooks: bool,
+    /// The file of the index of tasks. It is built from the events, so it can be deleted. `None`: it is in memory.
+    pub task_index: Option<PathBuf>,
+    /// When the health of running tasks is checked, as a cron expression. `None`: never.
+    pub health_check: Option<String>,
 }
 
 impl ServerOptions {
@@ -66,6 +70,11 @@ impl ServerOptions {
         }
         options.limits.requests_per_second = server.requests_per_second;
         options.private_webhooks = server.private_webhooks;
+        match server.health_check.as_deref() {
+            Some("off") => options.health_check = None,
+            Some(cron) => options.health_check = Some(cron.to_owned()),
+            None => {}
+        }
         options
     }
 }
@@ -82,6 +91,8 @@ impl Default for ServerOptions {
             metrics_compat: Vec::new(),
             demo: false,
             private_webhooks: false,
+            task_index: None,
+            health_check: Some("*/5 * * * *".to_owned()),
         }
     }
 }

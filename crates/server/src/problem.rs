@@ -200,13 +200,17 @@ pub(crate) fn status_of(code: Code) -> StatusCode {
         | Code::InvalidConfig
         | Code::InvalidSchema => StatusCode::BAD_REQUEST,
         Code::PayloadTooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-        Code::ValidationError | Code::UnknownVersion | Code::UpcastConflict | Code::NoStream => {
-            StatusCode::UNPROCESSABLE_ENTITY
-        }
+        Code::ValidationError
+        | Code::UnknownVersion
+        | Code::UpcastConflict
+        | Code::NoStream
+        | Code::InvalidJob => StatusCode::UNPROCESSABLE_ENTITY,
         Code::NotFound | Code::GroupNotFound | Code::SubscriptionNotFound => StatusCode::NOT_FOUND,
-        Code::IdReused | Code::RevisionConflict | Code::GroupConflict | Code::LeaseLost => {
-            StatusCode::CONFLICT
-        }
+        Code::IdReused
+        | Code::RevisionConflict
+        | Code::GroupConflict
+        | Code::TaskConflict
+        | Code::LeaseLost => StatusCode::CONFLICT,
         Code::Backpressure => StatusCode::TOO_MANY_REQUESTS,
         Code::Unsupported => StatusCode::NOT_IMPLEMENTED,
         Code::Timeout => StatusCode::GATEWAY_TIMEOUT,

@@ -13,7 +13,7 @@ use tokio_rustls::TlsAcceptor;
 use crate::options::ServerOptions;
 use crate::routes::{Route, router};
 use crate::state::AppState;
-use crate::{api, consumers, dashboard, demo, guard, listen, metrics, openapi, sse, ws};
+use crate::{api, consumers, dashboard, demo, guard, listen, metrics, openapi, sse, tasks, ws};
 
 /// After the stop, WebSockets get this long to say so and to give back what they hold.
 const LEAVE: Duration = Duration::from_secs(5);
@@ -98,7 +98,11 @@ impl Server {
         } = self;
         consumers::mount_configured(&state).await?;
         if state.options().demo {
-            demo::open(state.bus()).await?;
+            demo::open(&state).await?;
+        }
+        if let Some(cron) = &state.options().health_check {
+            // Said before the server runs, and not in the log of a later hour.
+            everbus_jobs::schedule::CronTimes::new(cron, "UTC")?;
         }
         state.bus().start().await?;
         let mut background = JoinSet::new();
@@ -127,15 +131,17 @@ impl std::fmt::Debug for Server {
 }
 
 /// The work beside requests. Each task ends with the server.
-fn start_background(state: &AppState, tasks: &mut JoinSet<()>) {
+fn start_background(state: &AppState, background: &mut JoinSet<()>) {
     let tokens = state.clone();
-    tasks.spawn(async move { tokens.tokens().follow().await });
-    tasks.spawn(consumers::follow(state.clone()));
+    background.spawn(async move { tokens.tokens().follow().await });
+    background.spawn(consumers::follow(state.clone()));
+    background.spawn(tasks::run(state.clone()));
     if state.options().demo {
-        tasks.spawn(demo::customers(state.clone()));
+        background.spawn(demo::customers(state.clone()));
+        background.spawn(demo::catalogue(state.clone()));
     }
     let figures = state.clone();
-    tasks.spawn(async move { figures.live().figures().run().await });
+    background.spawn(async move { figures.live().figures().run().await });
 }
 
 /// The router with everything around it.

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use everbus::{Bus, Config};
+use everbus::{Bus, Config, Result};
+use everbus_jobs::Jobs;
 use tokio::sync::watch;
 
 use crate::api::replays::RunningReplays;
@@ -13,6 +14,7 @@ use crate::guard::rate::RateLimits;
 use crate::live::LiveState;
 use crate::options::ServerOptions;
 use crate::routes::Listed;
+use crate::tasks::Tasks;
 
 /// What every request handler can reach. Clones are the same state.
 #[derive(Clone)]
@@ -26,6 +28,7 @@ struct Inner {
     rates: RateLimits,
     replays: RunningReplays,
     webhooks: Webhooks,
+    tasks: Tasks,
     live: LiveState,
     stopping: watch::Sender<bool>,
     started: Instant,
@@ -43,6 +46,7 @@ impl AppState {
             options,
             replays: RunningReplays::default(),
             webhooks: Webhooks::default(),
+            tasks: Tasks::default(),
             stopping: watch::Sender::new(false),
             started: Instant::now(),
             routes: std::sync::OnceLock::new(),
@@ -82,6 +86,16 @@ impl AppState {
     /// The webhooks of the API that run in this server.
     pub(crate) fn webhooks(&self) -> &Webhooks {
         &self.0.webhooks
+    }
+
+    /// What runs for tasks and jobs.
+    pub(crate) fn tasks(&self) -> &Tasks {
+        &self.0.tasks
+    }
+
+    /// Tasks and jobs, of the default tenant. `Unsupported` if the engine has no history.
+    pub(crate) fn jobs(&self) -> Result<Jobs> {
+        self.0.tasks.open(&self.0.bus, &self.0.options)
     }
 
     pub(crate) fn rates(&self) -> &RateLimits {

@@ -30,7 +30,7 @@ pub(crate) fn jobs_on(bus: &Bus, target: &Target, tenant: Option<&str>) -> Outco
 }
 
 /// Beside the file of the events, or in the cache of the user. Without either the index is built for each command.
-fn index_file(target: &Target) -> Option<PathBuf> {
+pub(crate) fn index_file(target: &Target) -> Option<PathBuf> {
     if let Ok(path) = target.path() {
         let mut name = path.as_os_str().to_owned();
         name.push("-tasks");

@@ -56,6 +56,7 @@ pub(crate) async fn run(serve: ServeArgs, args: &Args, output: &mut Output) -> O
         .as_ref()
         .map_or_else(ServerOptions::default, ServerOptions::from_config);
     options.demo = serve.demo;
+    options.task_index = super::jobs_on::index_file(&target);
     if let Some(listen) = serve.listen {
         options.listen = listen;
     }

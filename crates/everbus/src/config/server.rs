@@ -12,6 +12,7 @@ pub(super) const KEYS: &[&str] = &[
     "max_connections",
     "requests_per_second",
     "private_webhooks",
+    "health_check",
 ];
 
 const MOST_NAMES: usize = 1000;
@@ -38,6 +39,8 @@ pub struct Server {
     pub requests_per_second: Option<u32>,
     /// Whether every webhook may go to `http:` and to private addresses.
     pub private_webhooks: bool,
+    /// When the health of running tasks is checked: a cron expression, or `off`.
+    pub health_check: Option<String>,
 }
 
 pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Server {
@@ -61,6 +64,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Server {
         let hint = "tls_cert and tls_key belong together";
         reader.problems.add(section.place, what, hint);
     }
+    let health_check = reader.text(section.get("health_check"), "a cron expression, or off");
     let listen = reader.text(section.get("listen"), "an address such as 127.0.0.1:7770");
     let listen = listen.and_then(|text| {
         let address = text.value.parse().ok();
@@ -87,5 +91,6 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Server {
         max_connections: max_connections.and_then(|n| usize::try_from(n).ok()),
         requests_per_second: requests.and_then(|n| u32::try_from(n).ok()),
         private_webhooks: private.unwrap_or(false),
+        health_check: health_check.map(|text| text.value),
     }
 }

@@ -5,6 +5,7 @@
 //! and gives up its batch if another process was faster.
 
 mod apply;
+mod page;
 mod query;
 
 use std::path::{Path, PathBuf};
@@ -21,6 +22,7 @@ use crate::events::{
     TaskProcessingFailed, TaskStarted, TaskTimeout,
 };
 
+pub use page::Page;
 pub use query::{JobRow, JobState, TaskFilter};
 
 /// Another layout is built from the events again.

@@ -85,6 +85,9 @@ pub struct JobRow {
     pub completed: usize,
     /// Tasks that failed.
     pub failed: usize,
+    /// The place of its `Job Created` in the log.
+    #[serde(skip)]
+    pub place: u64,
 }
 
 impl JobRow {
@@ -103,11 +106,10 @@ impl JobRow {
     }
 }
 
-const TASK: &str =
+pub(super) const TASK: &str =
     "id, job, name, state, run, cancelled, since, started_at, last_type, last_at, effective_until,
                     worker_id, error, place";
-const JOB: &str =
-    "id, app, request_id, created_at, total, refused, pending, processing, completed, failed";
+pub(super) const JOB: &str = "id, app, request_id, created_at, total, refused, pending, processing, completed, failed, place";
 
 impl Index {
     /// One task.
@@ -265,7 +267,7 @@ pub(super) fn read_task(
     statement.query_row(params![tenant, id], task_of).optional()
 }
 
-fn task_of(row: &Row<'_>) -> rusqlite::Result<TaskStatus> {
+pub(super) fn task_of(row: &Row<'_>) -> rusqlite::Result<TaskStatus> {
     let time = |column| {
         let micros: Option<i64> = row.get(column)?;
         Ok::<_, rusqlite::Error>(micros.map(Timestamp::from_micros))
@@ -288,7 +290,7 @@ fn task_of(row: &Row<'_>) -> rusqlite::Result<TaskStatus> {
     })
 }
 
-fn job_of(row: &Row<'_>) -> rusqlite::Result<JobRow> {
+pub(super) fn job_of(row: &Row<'_>) -> rusqlite::Result<JobRow> {
     let number = |column| {
         row.get::<_, i64>(column)
             .map(|n| usize::try_from(n).unwrap_or(0))
@@ -304,6 +306,7 @@ fn job_of(row: &Row<'_>) -> rusqlite::Result<JobRow> {
         processing: number(7)?,
         completed: number(8)?,
         failed: number(9)?,
+        place: from_sql(row.get(10)?),
     })
 }
 
@@ -326,6 +329,6 @@ fn from_sql(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }
 
-fn reading(error: rusqlite::Error) -> everbus::Error {
+pub(super) fn reading(error: rusqlite::Error) -> everbus::Error {
     failed("reading the index", error)
 }

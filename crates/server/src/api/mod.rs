@@ -4,12 +4,15 @@ pub(crate) mod dead_letters;
 pub(crate) mod events;
 pub(crate) mod groups;
 mod health;
+pub(crate) mod jobs;
 mod login;
 pub(crate) mod publish;
 pub(crate) mod pull;
 pub(crate) mod replays;
+pub(crate) mod schedules;
 mod shapes;
 pub(crate) mod system;
+pub(crate) mod tasks;
 mod tokens;
 mod webhooks;
 
@@ -29,6 +32,9 @@ pub(crate) fn routes() -> Vec<Route> {
     routes.extend(pull::routes());
     routes.extend(webhooks::routes());
     routes.extend(replays::routes());
+    routes.extend(tasks::routes());
+    routes.extend(jobs::routes());
+    routes.extend(schedules::routes());
     routes.extend(system::routes());
     routes.extend(health::routes());
     routes.extend(login::routes());

@@ -35,6 +35,7 @@ assets! {
     "/assets/events.js", "text/javascript; charset=utf-8", "events.js";
     "/assets/letters.js", "text/javascript; charset=utf-8", "letters.js";
     "/assets/groups.js", "text/javascript; charset=utf-8", "groups.js";
+    "/assets/jobs.js", "text/javascript; charset=utf-8", "jobs.js";
     "/assets/theme.js", "text/javascript; charset=utf-8", "theme.js";
     "/assets/login.js", "text/javascript; charset=utf-8", "login.js";
     "/assets/icon.svg", "image/svg+xml", "icon.svg";

@@ -4,16 +4,20 @@
 //! audit trail.
 
 mod assets;
+mod dag;
 mod dead_letters;
 mod event;
 mod events;
 mod groups;
 mod icons;
+mod job;
+mod jobs;
 mod login;
 mod overview;
 mod page;
 mod parts;
 mod system;
+mod tasks;
 
 use crate::auth::Scope;
 use crate::routes::{Access, Route};
@@ -30,6 +34,10 @@ pub(crate) fn routes() -> Vec<Route> {
         Route::get("/groups/{name}", READ, groups::show),
         Route::get("/dead-letters", READ, dead_letters::list),
         Route::get("/dead-letters/{id}", READ, dead_letters::show),
+        Route::get("/jobs", READ, jobs::list),
+        Route::get("/jobs/{id}", READ, job::show),
+        Route::get("/tasks", READ, tasks::list),
+        Route::get("/tasks/{id}", READ, tasks::show),
         Route::get("/system", READ, system::show).all_tenants(),
         Route::get("/login", Access::Public, login::show),
     ];

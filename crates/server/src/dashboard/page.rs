@@ -17,15 +17,17 @@ pub(super) enum Place {
     Events,
     Groups,
     DeadLetters,
+    Jobs,
     System,
 }
 
 impl Place {
-    const ALL: [Self; 5] = [
+    const ALL: [Self; 6] = [
         Self::Overview,
         Self::Events,
         Self::Groups,
         Self::DeadLetters,
+        Self::Jobs,
         Self::System,
     ];
 
@@ -35,6 +37,7 @@ impl Place {
             Self::Events => "/events",
             Self::Groups => "/groups",
             Self::DeadLetters => "/dead-letters",
+            Self::Jobs => "/jobs",
             Self::System => "/system",
         }
     }
@@ -45,6 +48,7 @@ impl Place {
             Self::Events => "Events",
             Self::Groups => "Groups",
             Self::DeadLetters => "Dead letters",
+            Self::Jobs => "Jobs",
             Self::System => "System",
         }
     }
@@ -56,6 +60,7 @@ impl Place {
             Self::Events => "e",
             Self::Groups => "g",
             Self::DeadLetters => "d",
+            Self::Jobs => "j",
             Self::System => "s",
         }
     }
@@ -66,6 +71,7 @@ impl Place {
             Self::Events => icons::events(),
             Self::Groups => icons::groups(),
             Self::DeadLetters => icons::letters(),
+            Self::Jobs => icons::jobs(),
             Self::System => icons::system(),
         }
     }
@@ -130,11 +136,12 @@ fn side(current: Place, caller: &Caller, dead_letters: u64) -> Markup {
             }
             div.foot {
                 div.row {
-                    span.row title="The connection for live figures" {
+                    // Shown by the script that connects: a page that does not follow the log has no connection.
+                    span.row #live hidden title="The connection for live figures" {
                         span.dot #live-dot {}
-                        span #live-text { "not live" }
+                        span #live-text { "connecting" }
                     }
-                    span.row {
+                    span.row.tools {
                         button.plain #theme type="button" title="Dark or light (t)" aria-label="Dark or light" { (icons::theme()) }
                         button.plain #keys-button type="button" title="Keyboard (?)" aria-label="Keyboard" { (icons::keyboard()) }
                     }
@@ -161,7 +168,7 @@ fn keys() -> Markup {
         ("j k", "next and previous row"),
         ("Enter", "open the row"),
         ("n", "next page of a list"),
-        ("g then o e g d s", "go to a page"),
+        ("g then o e g d j s", "go to a page"),
         ("t", "dark or light"),
         ("?", "this list"),
     ];

@@ -10,6 +10,9 @@ use std::collections::BTreeMap;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use everbus::{Clock as _, GroupInfo, SystemClock, streams};
+use everbus_jobs::Jobs;
+use everbus_jobs::events::{HealthSummary, TaskState};
+use everbus_jobs::health::Thresholds;
 use http::{HeaderMap, header};
 
 pub use recorder::Metrics;
@@ -47,7 +50,8 @@ async fn scrape(State(state): State<AppState>, headers: HeaderMap) -> Result<Res
     let looked_up = looked_up
         .into_iter()
         .chain(file(&state))
-        .chain(outbox(&state).await);
+        .chain(outbox(&state).await)
+        .chain(task_health(&state).await);
     families.extend(looked_up.map(|family| (family.name.clone(), family)));
     let stats = state.bus().stats();
     for compat in &state.options().metrics_compat {
@@ -158,6 +162,56 @@ async fn outbox(state: &AppState) -> Vec<Family> {
     let oldest = oldest.map_or(0.0, |at| SystemClock.now().since(at).as_secs_f64());
     age.number(&[], oldest);
     vec![rows, age]
+}
+
+/// Running tasks by health, and tasks that wait for a worker for too long, of every tenant.
+async fn task_health(state: &AppState) -> Vec<Family> {
+    let Ok(jobs) = state.jobs() else {
+        return Vec::new();
+    };
+    match summed_health(&jobs).await {
+        Ok((summary, waiting)) => {
+            let help = "Running tasks by their health";
+            let mut health = Family::new("everbus_task_health", Kind::Gauge, help);
+            for (category, count) in [
+                ("healthy", summary.healthy),
+                ("warning", summary.warning),
+                ("critical", summary.critical),
+                ("overtime", summary.overtime),
+            ] {
+                health.number(&[("category", category)], count as f64);
+            }
+            let help = "Tasks that wait for a worker for too long";
+            let mut late = Family::new("everbus_tasks_pending_too_long", Kind::Gauge, help);
+            late.number(&[], waiting as f64);
+            vec![health, late]
+        }
+        Err(error) => {
+            tracing::warn!(target: "everbus::metrics", %error, "the health of tasks is not known");
+            Vec::new()
+        }
+    }
+}
+
+async fn summed_health(jobs: &Jobs) -> everbus::Result<(HealthSummary, usize)> {
+    let index = jobs.index();
+    index.catch_up(jobs.bus(), None).await?;
+    let mut tenants = index.tenants(TaskState::Processing)?;
+    tenants.extend(index.tenants(TaskState::Pending)?);
+    tenants.sort();
+    tenants.dedup();
+    let thresholds = Thresholds::default();
+    let (mut sum, mut waiting) = (HealthSummary::default(), 0);
+    for tenant in tenants {
+        let report = jobs.for_tenant(&tenant).health(&thresholds).await?;
+        let found = report.check.summary;
+        sum.healthy += found.healthy;
+        sum.warning += found.warning;
+        sum.critical += found.critical;
+        sum.overtime += found.overtime;
+        waiting += report.waiting.len();
+    }
+    Ok((sum, waiting))
 }
 
 impl Metrics {

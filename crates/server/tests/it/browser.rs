@@ -4,10 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use everbus::{AuditQuery, Event, HandlerError, HandlerResult, Message};
+use everbus_jobs::events::{ErrorCategory, TaskState};
+use everbus_jobs::{JobState, Jobs, NewJob, Task, TaskError, Worker};
 use serde_json::json;
 
 use crate::served::Served;
 use crate::webdriver::Browser;
+use tokio::sync::Semaphore;
 
 fn url(server: &Served, path: &str) -> String {
     format!("http://{}{path}", server.address)
@@ -35,6 +38,162 @@ async fn shop(server: &Served) {
     }
 }
 
+const JOB: &str = "
+jobId: store-analysis
+tasks:
+  - {taskId: scrape, name: scrape-store}
+  - {taskId: analyze, name: analyze-site}
+  - {taskId: tags, name: color-tags, dependsOn: [scrape]}
+  - {taskId: banner, name: make-banner, dependsOn: [scrape, analyze]}
+  - {taskId: report, name: compile-report, dependsOn: [tags, banner]}
+";
+
+/// A worker that takes a permit for each task; the work `color-tags` fails until it is mended.
+async fn worker(jobs: &Jobs, permits: &Arc<Semaphore>, mended: &Arc<AtomicBool>) {
+    let (permits, mended) = (permits.clone(), mended.clone());
+    Worker::new(jobs.clone())
+        .id("worker-1")
+        .concurrency(4)
+        .any(move |task: Task| {
+            let (permits, mended) = (permits.clone(), mended.clone());
+            async move {
+                permits.acquire().await?.forget();
+                if task.name == "color-tags" && !mended.load(Ordering::SeqCst) {
+                    let what = "the palette has no colour";
+                    return Err(TaskError::new(ErrorCategory::Validation, what));
+                }
+                Ok(json!({ "did": task.request_id }))
+            }
+        })
+        .mount()
+        .await
+        .unwrap();
+}
+
+/// A job of which a task has failed.
+async fn failed_job(server: &Served) {
+    let jobs = Jobs::new(server.bus.clone()).unwrap();
+    let permits = Arc::new(Semaphore::new(100));
+    worker(&jobs, &permits, &Arc::default()).await;
+    jobs.submit_job(NewJob::parse(JOB).unwrap()).await.unwrap();
+    let reply = server
+        .send(
+            "POST",
+            "/v1/tasks",
+            &[("content-type", "application/json")],
+            "{\"requestId\": \"later\", \"name\": \"clean-up\", \"afterMs\": 3600000}",
+        )
+        .await;
+    assert_eq!(reply.status, 200, "{}", reply.body);
+    let ended = jobs.wait("store-analysis", |_| {}).await.unwrap();
+    assert_eq!(ended.state, JobState::Failed);
+}
+
+// conformance: operations/dashboard-jobs: an open page shows each task of a job as it runs, fails, is resumed and completes, and the graph as it was at each moment
+// needs: chromium
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_is_watched_resumed_and_seen_as_it_was() {
+    let Some(browser) = Browser::start().await else {
+        return;
+    };
+    let server = Served::start().await;
+    let jobs = Jobs::new(server.bus.clone()).unwrap();
+    let (permits, mended) = (Arc::new(Semaphore::new(0)), Arc::default());
+    worker(&jobs, &permits, &mended).await;
+    browser.open(&url(&server, "/jobs")).await;
+    browser
+        .wait_for("document.querySelector('#live-text').textContent === 'live'")
+        .await;
+    let body = json!({
+        "jobId": "store-analysis",
+        "tasks": NewJob::parse(JOB).unwrap().tasks,
+    });
+    let json = [("content-type", "application/json")];
+    let posted = server
+        .send("POST", "/v1/jobs", &json, &body.to_string())
+        .await;
+    assert_eq!(posted.status, 200, "{}", posted.body);
+    // The job appears in the open list.
+    browser
+        .wait_for("document.querySelector('tr[data-job=\"store-analysis\"]')")
+        .await;
+    browser.click("tr[data-job=\"store-analysis\"] a").await;
+    let shown = |task: &str, state: &str| {
+        format!(
+            "document.querySelector('.dag a[data-task=\"{task}\"]')?.dataset.state === '{state}'"
+        )
+    };
+    browser.wait_for(&shown("scrape", "processing")).await;
+    browser.wait_for(&shown("analyze", "processing")).await;
+    browser.wait_for(&shown("report", "waiting")).await;
+    browser
+        .wait_for("document.querySelector('#tasks').textContent.includes('waits for tags, banner')")
+        .await;
+    browser.screenshot("job-running").await;
+    permits.add_permits(2);
+    browser.wait_for(&shown("scrape", "completed")).await;
+    browser.wait_for(&shown("banner", "processing")).await;
+    permits.add_permits(2);
+    browser.wait_for(&shown("tags", "failed")).await;
+    browser.wait_for(&shown("banner", "completed")).await;
+    browser
+        .wait_for(
+            "document.querySelector('#tasks').textContent.includes('cannot start: tags failed')",
+        )
+        .await;
+    browser.screenshot("job-failed").await;
+    // Resumed after a question, it completes.
+    mended.store(true, Ordering::SeqCst);
+    permits.add_permits(10);
+    browser
+        .wait_for("document.querySelector('[data-act=resume]')")
+        .await;
+    browser.click("[data-act=resume]").await;
+    browser.screenshot("job-ask-before-resume").await;
+    browser.click("#confirm-yes").await;
+    browser.wait_for(&shown("report", "completed")).await;
+    browser
+        .wait_for("document.querySelector('#job-head').dataset.state === 'completed'")
+        .await;
+    // The slider shows the graph as it was, and comes back to now.
+    let slide = |step: &str| {
+        format!(
+            "(() => {{ const s = document.querySelector('#moment'); s.value = {step}; \
+             s.dispatchEvent(new Event('input', {{ bubbles: true }})); return true; }})()"
+        )
+    };
+    browser.eval(&slide("0")).await;
+    browser.wait_for(&shown("scrape", "waiting")).await;
+    browser.screenshot("job-at-its-beginning").await;
+    browser.eval(&slide("s.max")).await;
+    browser.wait_for(&shown("report", "completed")).await;
+    // Tasks are added to it, and run.
+    browser.click("[data-act=add]").await;
+    browser
+        .fill(
+            "#new-tasks",
+            "[{\"taskId\": \"mail\", \"name\": \"send-mail\", \"dependsOn\": [\"report\"]}]",
+        )
+        .await;
+    browser.click("#confirm-yes").await;
+    browser.wait_for(&shown("mail", "completed")).await;
+    browser.no_errors().await;
+    let status = jobs.job("store-analysis").await.unwrap();
+    assert_eq!(status.count(TaskState::Completed), 6);
+    let trail = server.bus.audit().query(AuditQuery::default()).await;
+    let trail = trail.unwrap();
+    let actions: Vec<&str> = trail
+        .items
+        .iter()
+        .map(|r| r.entry.action.as_str())
+        .collect();
+    for action in ["jobs.resume.done", "jobs.add.done"] {
+        assert!(actions.contains(&action), "{action} of {actions:?}");
+    }
+    drop(browser);
+    server.stop().await;
+}
+
 // conformance: operations/dashboard-pages: every page loads in Chromium, light and dark, wide and on a phone, without an error in the console
 // needs: chromium
 #[tokio::test(flavor = "multi_thread")]
@@ -43,7 +202,15 @@ async fn every_page_loads_without_an_error() {
         return;
     };
     let server = Served::start().await;
-    for path in ["/", "/events", "/groups", "/dead-letters", "/system"] {
+    for path in [
+        "/",
+        "/events",
+        "/groups",
+        "/dead-letters",
+        "/jobs",
+        "/tasks",
+        "/system",
+    ] {
         browser.open(&url(&server, path)).await;
         browser.wait_for("document.querySelector('h1')").await;
         browser
@@ -56,6 +223,7 @@ async fn every_page_loads_without_an_error() {
     }
     shop(&server).await;
     let event = server.publish("order.shipped", json!({ "order": 1 })).await;
+    failed_job(&server).await;
     let pages = [
         ("overview", "/".to_owned()),
         ("events", "/events".to_owned()),
@@ -64,6 +232,10 @@ async fn every_page_loads_without_an_error() {
         ("group", "/groups/mail".to_owned()),
         ("dead-letters", "/dead-letters".to_owned()),
         ("dead-letter", format!("/dead-letters/{}", event.id())),
+        ("jobs", "/jobs".to_owned()),
+        ("job", "/jobs/store-analysis".to_owned()),
+        ("tasks", "/tasks".to_owned()),
+        ("task", "/tasks/tags".to_owned()),
         ("system", "/system".to_owned()),
     ];
     browser.open(&url(&server, "/")).await;

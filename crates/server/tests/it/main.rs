@@ -13,6 +13,7 @@ mod bad_input;
 mod browser;
 mod consuming;
 mod hardened;
+mod jobs;
 mod listening;
 mod metrics;
 mod publishing;
