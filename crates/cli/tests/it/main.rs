@@ -9,6 +9,8 @@ mod basics;
 mod bench;
 mod bridge;
 mod config;
+#[cfg(any(feature = "postgres", all(feature = "redis", feature = "kafka")))]
+mod cut_over;
 mod demo;
 mod dialects;
 mod dlq;
