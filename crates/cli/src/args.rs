@@ -61,7 +61,8 @@ pub(crate) struct Args {
     #[arg(long, global = true, value_name = "FILE", conflicts_with = "broker")]
     pub(crate) db: Option<PathBuf>,
 
-    /// The engine, as a URL: sqlite:FILE, postgres://HOST/DATABASE, nats://HOST [env: EVERBUS_BROKER]
+    /// The engine, as a URL: sqlite:FILE, postgres://HOST/DATABASE, nats://HOST, redis://HOST, kafka://HOST
+    /// [env: EVERBUS_BROKER]
     #[arg(long, global = true, value_name = "URL")]
     pub(crate) broker: Option<String>,
 
