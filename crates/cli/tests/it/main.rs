@@ -21,6 +21,8 @@ mod files;
 mod get;
 mod groups;
 mod jobs;
+#[cfg(feature = "kafka")]
+mod kafka;
 mod limits;
 mod objects;
 mod outbox;
