@@ -150,6 +150,8 @@ pub(crate) enum OutputFormat {
 pub(crate) enum Command {
     /// Serve events over HTTP, with a dashboard: publish, consume and operate from any language
     Serve(crate::commands::serve::ServeArgs),
+    /// Run the consumers of --config that have a command or a webhook, in several processes if need be
+    Consume(crate::commands::consume::ConsumeArgs),
     /// Make, list and revoke the tokens of the server
     #[command(subcommand)]
     Token(crate::commands::token::TokenCommand),

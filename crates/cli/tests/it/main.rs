@@ -9,6 +9,7 @@ mod basics;
 mod bench;
 mod bridge;
 mod config;
+mod consume;
 #[cfg(any(feature = "postgres", all(feature = "redis", feature = "kafka")))]
 mod cut_over;
 mod demo;
