@@ -239,3 +239,44 @@ fn every_chapter_is_in_the_summary_and_its_snippets_are_run() {
         );
     }
 }
+
+// conformance: framework/brokers-guide: the chapter about engines has a row for each need of the specification's guide, and names the engine that is for it
+#[test]
+fn the_guide_names_an_engine_for_each_need() {
+    let page = include_str!("../../docs/book/engines.md");
+    let guide = page.split("## Which one").nth(1).unwrap();
+    let guide = guide.split("\n## ").next().unwrap();
+    let rows: Vec<&str> = guide
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .collect();
+    for (need, engine) in [
+        ("one machine", "a file"),
+        ("several machines", "PostgreSQL"),
+        ("thousands of events a second", "Redis Streams"),
+        ("low latency", "NATS JetStream"),
+        ("several regions", "NATS JetStream"),
+        ("exactly once", "PostgreSQL"),
+        ("audit", "Kafka"),
+        ("large volumes", "Kafka"),
+        ("complex routing", "not offered"),
+        ("need not survive", "not offered"),
+        ("tests", "memory"),
+    ] {
+        let cells = |row: &&&str| {
+            let mut cells = row.split(" | ");
+            let told = cells.next().is_some_and(|cell| cell.contains(need));
+            told && cells.next().is_some_and(|cell| cell.contains(engine))
+        };
+        assert!(rows.iter().any(|row| cells(&row)), "{need}: {engine}");
+    }
+    // Every engine with a server has its section, with what happens when it fails.
+    for engine in [
+        "PostgreSQL",
+        "NATS JetStream",
+        "Redis Streams",
+        "Apache Kafka",
+    ] {
+        assert!(page.contains(&format!("\n## {engine}\n")), "{engine}");
+    }
+}

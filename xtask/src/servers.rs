@@ -101,7 +101,7 @@ const SERVERS: &[Server] = &[
     },
     Server {
         name: "Apache Kafka",
-        // The engine is not finished: its tests run by hand.
+        // Its tests take too long for every run: they run by hand.
         found: || !by_hand() || cache().join(KAFKA).join("template-3").is_dir(),
         from: From::Script(KAFKA, include_str!("kafka.sh")),
         tests: "with Kafka",

@@ -61,7 +61,8 @@ pub(crate) struct Args {
     #[arg(long, global = true, value_name = "FILE", conflicts_with = "broker")]
     pub(crate) db: Option<PathBuf>,
 
-    /// The engine, as a URL: sqlite:FILE, postgres://HOST/DATABASE, nats://HOST [env: EVERBUS_BROKER]
+    /// The engine, as a URL: sqlite:FILE, postgres://HOST/DATABASE, nats://HOST, redis://HOST, kafka://HOST
+    /// [env: EVERBUS_BROKER]
     #[arg(long, global = true, value_name = "URL")]
     pub(crate) broker: Option<String>,
 
@@ -149,6 +150,8 @@ pub(crate) enum OutputFormat {
 pub(crate) enum Command {
     /// Serve events over HTTP, with a dashboard: publish, consume and operate from any language
     Serve(crate::commands::serve::ServeArgs),
+    /// Run the consumers of --config that have a command or a webhook, in several processes if need be
+    Consume(crate::commands::consume::ConsumeArgs),
     /// Make, list and revoke the tokens of the server
     #[command(subcommand)]
     Token(crate::commands::token::TokenCommand),

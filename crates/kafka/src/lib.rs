@@ -20,11 +20,6 @@
 //! What Kafka cannot do is in [`Capabilities`](everbus_core::Capabilities): it does not recognise a repeated id,
 //! and a batch may be stored in part. The inbox of a store beside it absorbs repetitions.
 //!
-//! # Not finished
-//!
-//! A long fault campaign (20 kills of the server, 50 of workers) found a group that stood still. The cause is mended; the
-//! campaign has not passed since, so the engine is not part of the feature `engines`.
-//!
 //! # Limits
 //!
 //! - A partition is worked on by one process at a time. All processes of a group need handlers for the same

@@ -6,6 +6,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use everbus_core::dead_letters::{MAX_PAGE, check_replacement, last_handler, not_open};
@@ -290,6 +291,20 @@ impl Shared {
         Ok(Appended::new(corrected.id(), position, id.time()))
     }
 
+    /// How far the clock of this process is ahead of the server's, if that is more than a minute. A process whose clock
+    /// is wrong must not take new letters for old ones.
+    async fn ahead_of_server(&self) -> Result<Duration> {
+        let answer = self.link.ask(&redis::cmd("TIME")).await?.list()?;
+        let mut parts = answer.into_iter().map(Read::number);
+        let seconds = parts.next().transpose()?.unwrap_or(0);
+        let server = Timestamp::EPOCH.plus(Duration::from_secs(seconds));
+        let ahead = self.options.clock.now().since(server);
+        Ok(match ahead > Duration::from_secs(60) {
+            true => ahead,
+            false => Duration::ZERO,
+        })
+    }
+
     async fn purge_letters(
         &self,
         cutoff: Timestamp,
@@ -297,7 +312,12 @@ impl Shared {
         filter: &DeadLetterFilter,
     ) -> Result<Purged> {
         let mut letters = self.open_letters(filter).await?;
-        letters.retain(|found| basis.time_of(&found.letter) <= cutoff);
+        let cutoff = cutoff.minus(self.ahead_of_server().await?);
+        // The time of receipt is the server's: no event died before it.
+        letters.retain(|found| {
+            let time = basis.time_of(&found.letter);
+            time.max(found.letter.record.received_at) <= cutoff
+        });
         let groups = self.load_groups().await?;
         let mut purged = Purged::default();
         for found in letters {

@@ -29,6 +29,7 @@ mod ws;
 
 pub use crate::metrics::Metrics;
 pub use auth::{Caller, Scope};
+pub use consumers::mount_consumer;
 pub use options::{Limits, MetricsCompat, ServerOptions, Tls, WebSocketLimits};
 pub use problem::Problem;
 pub use server::Server;

@@ -9,6 +9,7 @@ mod carry;
 pub(crate) mod check;
 mod check_config;
 mod check_objects;
+pub(crate) mod consume;
 mod demo;
 pub(crate) mod dlq;
 mod documents;
@@ -65,6 +66,7 @@ pub(crate) async fn run(mut args: Args, output: &mut Output) -> Outcome {
         Command::Tail(args) => tail::run(args, &target()?, output).await,
         // It finishes the running work after Ctrl-C.
         Command::Serve(serve) => serve::run(serve, &args, output).await,
+        Command::Consume(args) => consume::run(args, &target()?, output).await,
         Command::Token(command) => until_interrupted(token::run(command, &target()?, output)).await,
         Command::Completions { shell } => completions(shell, output),
         Command::Demo => until_interrupted(demo::run(output)).await,

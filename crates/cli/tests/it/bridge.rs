@@ -17,11 +17,11 @@ fn event(n: u64) -> Event {
     builder.key(format!("key-{}", n % KEYS)).build().unwrap()
 }
 
-async fn open(url: &str) -> Bus {
+pub(crate) async fn open(url: &str) -> Bus {
     Bus::builder().keep_everything().open(url).await.unwrap()
 }
 
-async fn publish(bus: &Bus, numbers: std::ops::Range<u64>) {
+pub(crate) async fn publish(bus: &Bus, numbers: std::ops::Range<u64>) {
     for start in numbers.clone().step_by(500) {
         let end = numbers.end.min(start + 500);
         bus.publish_batch((start..end).map(event)).await.unwrap();
@@ -29,7 +29,7 @@ async fn publish(bus: &Bus, numbers: std::ops::Range<u64>) {
 }
 
 /// Every event of a log, in its order.
-async fn all(bus: &Bus) -> Vec<Event> {
+pub(crate) async fn all(bus: &Bus) -> Vec<Event> {
     let log = bus.log().unwrap();
     let (head, mut cursor) = (log.head().await.unwrap(), Cursor::START);
     let mut events = Vec::new();
@@ -65,12 +65,12 @@ fn assert_complete(events: &[Event], n: u64, ordered: bool) {
     }
 }
 
-fn start(shop: &Shop, from: &str, to: &str, more: &[&str]) -> Child {
+pub(crate) fn start(shop: &Shop, from: &str, to: &str, more: &[&str]) -> Child {
     let all = [&["bridge", "--from", from, "--to", to], more].concat();
     shop.command(&all).spawn().unwrap()
 }
 
-fn caught_up(shop: &Shop, from: &str, to: &str, more: &[&str]) -> Ran {
+pub(crate) fn caught_up(shop: &Shop, from: &str, to: &str, more: &[&str]) -> Ran {
     let ends = ["-o", "json", "bridge", "--from", from, "--to", to];
     shop.run(&[&ends[..], &["--until", "caught-up"], more].concat())
 }
@@ -228,11 +228,7 @@ fn bridges_that_cannot_work_are_refused() {
 
 #[cfg(all(feature = "postgres", feature = "nats"))]
 mod servers {
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use everbus_testkit::servers::{Nats, Postgres};
-    use tokio::sync::watch;
 
     use super::*;
 
@@ -306,86 +302,6 @@ mod servers {
         let schema = format!("{url}{join}schema=other");
         let stats = caught_up(&shop, &url, &schema, &[]).json();
         assert_eq!(stats["moved"], 1, "{stats}");
-    }
-
-    /// Publishes until told to stop, to whichever bus is the current one. Returns what was acknowledged.
-    async fn publisher(
-        number: u64,
-        current: watch::Receiver<Bus>,
-        stop: Arc<AtomicBool>,
-    ) -> Vec<EventId> {
-        let mut acknowledged = Vec::new();
-        while !stop.load(Ordering::Relaxed) {
-            let n = acknowledged.len() as u64;
-            let event = Event::builder("order.placed").json(&json!({ "n": n }));
-            let event = event.key(format!("publisher-{number}")).build().unwrap();
-            // The bus is chosen anew for each try: an unknown outcome at the source is repeated at the target.
-            loop {
-                let bus = current.borrow().clone();
-                match bus.publish(event.clone()).await {
-                    Ok(_) => break,
-                    Err(error) => assert!(error.class().may_repeat(), "{error:?}"),
-                }
-            }
-            acknowledged.push(event.id());
-            tokio::task::yield_now().await;
-        }
-        acknowledged
-    }
-
-    // conformance: engines/bridge-cut-over: publishers move from a file to PostgreSQL while they publish; every acknowledged event is in the target's log exactly once
-    // needs: PostgreSQL
-    #[test]
-    fn publishers_move_to_postgres_while_they_publish() {
-        let Some(server) = Postgres::shared() else {
-            return;
-        };
-        let shop = Shop::new();
-        let (file, url) = (
-            shop.path("shop.db").display().to_string(),
-            server.fresh_database(),
-        );
-        on_runtime(async {
-            let (source, target) = (open(&file).await, open(&url).await);
-            publish(&source, 0..3000).await;
-            let (switch, current) = watch::channel(source.clone());
-            let stop = Arc::new(AtomicBool::new(false));
-            let publishers: Vec<_> = (0..4)
-                .map(|n| tokio::spawn(publisher(n, current.clone(), stop.clone())))
-                .collect();
-            // 1. The bridge runs while everybody publishes to the file.
-            let mut bridge = start(&shop, &file, &url, &["--until", "caught-up"]);
-            let before = all(&source).await.len();
-            while all(&target).await.len() < before {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-            // 2. The publishers switch over, with publishes under way.
-            switch.send_replace(target.clone());
-            // 3. The bridge carries the rest: this run, or one after it.
-            tokio::task::block_in_place(|| assert!(bridge.wait().unwrap().success()));
-            let moved = all(&source).await.len();
-            while all(&target).await.len() < moved + 200 {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-            let rest = caught_up(&shop, &file, &url, &[]).json();
-            assert_eq!(
-                (&rest["caught_up"], &rest["refused"]),
-                (&json!(true), &json!(0))
-            );
-            stop.store(true, Ordering::Relaxed);
-            let mut acknowledged: Vec<EventId> = all(&source).await.iter().map(Event::id).collect();
-            assert!(acknowledged.len() > 3000, "they published to the file");
-            for publisher in publishers {
-                acknowledged.extend(publisher.await.unwrap());
-            }
-            acknowledged.sort();
-            acknowledged.dedup();
-            let mut arrived: Vec<EventId> = all(&target).await.iter().map(Event::id).collect();
-            arrived.sort();
-            assert_eq!(arrived, acknowledged, "lost or doubled");
-            source.shutdown().await.unwrap();
-            target.shutdown().await.unwrap();
-        });
     }
 }
 

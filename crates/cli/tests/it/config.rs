@@ -248,3 +248,26 @@ fn what_is_published_keeps_to_the_limits_of_the_file() {
     assert_ne!(ran.code, 0, "{ran:?}");
     assert!(ran.err.contains("Backpressure"), "{ran:?}");
 }
+
+// conformance: framework/broker-default: without a broker the events are in a file here; with `type: redis`, as in the file of the specification, they are on Redis
+#[test]
+fn without_a_broker_there_is_a_file() {
+    let shop = Shop::new();
+    write(
+        &shop,
+        "plain.yaml",
+        "consumers: {mails: {stream: order.placed}}\n",
+    );
+    let publish = |config| ["--config", config, "publish", "order.placed"];
+    shop.run(&publish("plain.yaml")).ok();
+    assert!(shop.db().is_file());
+    if cfg!(feature = "redis") {
+        let text = "broker:\n  type: redis\n  url: ${REDIS_URL}\n";
+        write(&shop, "redis.yaml", text);
+        let mut command = shop.command(&publish("redis.yaml"));
+        // No server listens on this port.
+        command.env("REDIS_URL", "redis://127.0.0.1:1");
+        let ran = crate::support::Ran::from(command.output().unwrap());
+        assert!(ran.failed(4, "Unavailable").contains("127.0.0.1:1"));
+    }
+}

@@ -9,6 +9,9 @@ mod basics;
 mod bench;
 mod bridge;
 mod config;
+mod consume;
+#[cfg(any(feature = "postgres", all(feature = "redis", feature = "kafka")))]
+mod cut_over;
 mod demo;
 mod dialects;
 mod dlq;
@@ -19,6 +22,8 @@ mod files;
 mod get;
 mod groups;
 mod jobs;
+#[cfg(feature = "kafka")]
+mod kafka;
 mod limits;
 mod objects;
 mod outbox;

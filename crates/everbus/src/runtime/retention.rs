@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Code, Maintenance, Pruned, Result, Retention};
+use everbus_core::{Code, DeadLetterFilter, Maintenance, Pruned, PurgeBasis, Result, Retention};
 
 use crate::duty::{Duty, Taken, Turn};
 use crate::holds;
@@ -58,11 +58,7 @@ pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
 async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Option<Pruned>> {
     let maintenance = match shared.engine.maintenance() {
         Ok(maintenance) => maintenance,
-        // An engine without it may have an inbox of its own, which must not grow for ever.
-        Err(_) if shared.engine.inbox.is_some() && shared.options.inbox_retention.is_some() => {
-            forget_handled(shared).await?;
-            return Ok(None);
-        }
+        Err(_) if forget_own(shared, retention).await? => return Ok(None),
         Err(error) => return Err(error),
     };
     if let Some(doubt) = maintenance.look_at_clock().await? {
@@ -126,6 +122,28 @@ async fn carry_out(
     let now = shared.options.clock.now();
     let kept = holds::applied(&shared.engine, retention.clone(), now).await?;
     maintenance.prune(kept).await
+}
+
+/// An engine without maintenance may have an inbox and dead letters of its own, which must not grow for ever. False if
+/// there is nothing to forget.
+async fn forget_own(shared: &Shared, retention: &Retention) -> Result<bool> {
+    let engine = &shared.engine;
+    let inbox = engine.inbox.is_some() && shared.options.inbox_retention.is_some();
+    if inbox {
+        forget_handled(shared).await?;
+    }
+    let (Some(letters), Some(age)) = (&engine.dead_letters, retention.dead_letters) else {
+        return Ok(inbox);
+    };
+    let before = shared.options.clock.now().minus(age);
+    let purged = letters
+        .purge(before, PurgeBasis::Died, DeadLetterFilter::default())
+        .await?;
+    let dead_letters = purged.dead_letters;
+    if dead_letters > 0 {
+        tracing::info!(target: "everbus::retention", dead_letters, "old dead letters were removed");
+    }
+    Ok(true)
 }
 
 async fn forget_handled(shared: &Shared) -> Result<()> {

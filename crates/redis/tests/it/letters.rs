@@ -1,10 +1,12 @@
 //! Dead letters, and events that a user may not read.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use everbus_core::{
-    DeadLetterFilter, Delivery, Engine, Event, Failure, FailureKind, PageRequest, Settlement,
-    Stream, StreamLimit, Streams, Timestamp, Verdict,
+    Clock as _, DeadLetterFilter, Delivery, Engine, Event, Failure, FailureKind, ManualClock,
+    PageRequest, PurgeBasis, Retention, Settlement, Stream, StreamLimit, Streams, Timestamp,
+    Verdict,
 };
 use everbus_redis::Options;
 use everbus_testkit::servers::{Flavour, Redis, RedisOptions};
@@ -163,4 +165,45 @@ async fn a_letter_is_retried_after_its_event_was_trimmed() {
     // A second retry finds the copy in its stream.
     assert_eq!(letters.retry(all()).await.unwrap(), 1);
     assert_eq!(handle(&engine, "g", 1).await, ["order.placed"]);
+}
+
+// conformance: contract/redis-letters-age: on Redis alone a bus removes open dead letters after the age of its retention, by the clock of the server
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn old_letters_are_removed() {
+    const DAY: Duration = Duration::from_secs(24 * 3600);
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    publish(&engine, "order.placed").await;
+    kill_one(&engine, "g", "it broke").await;
+    // A process whose clock is wrong takes nothing away.
+    let clock = Arc::new(ManualClock::default());
+    clock.advance(40 * DAY);
+    let mut wrong = Options::default();
+    wrong.clock = clock.clone();
+    let wrong = everbus_redis::open(&url, wrong).await.unwrap();
+    let letters = wrong.dead_letters().unwrap();
+    let cutoff = clock.now().minus(30 * DAY);
+    let purged = letters.purge(cutoff, PurgeBasis::Died, DeadLetterFilter::default());
+    assert_eq!(purged.await.unwrap().dead_letters, 0);
+    let letters = engine.dead_letters().unwrap();
+    assert_eq!(letters.count(DeadLetterFilter::default()).await.unwrap(), 1);
+    let retention = Retention {
+        dead_letters: Some(Duration::from_millis(1)),
+        ..Retention::standard()
+    };
+    let bus = everbus::Bus::builder()
+        .retention(retention)
+        .retention_delay(Duration::ZERO)
+        .with_engine(engine.clone())
+        .unwrap();
+    bus.start().await.unwrap();
+    until("the letter is removed", async || {
+        letters.count(DeadLetterFilter::default()).await.unwrap() == 0
+    })
+    .await;
+    bus.shutdown().await.unwrap();
 }

@@ -30,6 +30,9 @@ const EVERY: Duration = Duration::from_secs(2);
 const TRIES: usize = 20;
 /// More webhooks of one tenant than this are refused as a mistake.
 const MOST: usize = 200;
+/// Webhooks and commands take their time: an event that waits here is one that another process cannot take. So a
+/// process holds twice as many as run at once; this many run at once if the file does not say.
+const AT_ONCE: usize = 32;
 
 /// A webhook that was declared over HTTP.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -120,40 +123,51 @@ pub(crate) async fn mount_configured(state: &AppState) -> Result<()> {
         return Ok(());
     };
     for consumer in &config.consumers {
-        match &consumer.delivery {
-            Some(Delivery::Webhook(hook)) => {
-                let private = hook.allow_private || state.options().private_webhooks;
-                let secrets = hook.secrets.iter().map(|secret| secret.reveal().to_owned());
-                let secrets: Vec<String> = secrets.collect();
-                let hook = Arc::new(Hook::new(&hook.url, &secrets, private)?);
-                let bus = state.bus().clone();
-                let tenant = consumer.tenant.clone();
-                let handler = move |message: Message| {
-                    let (hook, bus, tenant) = (hook.clone(), bus.clone(), tenant.clone());
-                    async move {
-                        of_tenant(&message, tenant.as_deref())?;
-                        hook.deliver(&bus, &message).await
-                    }
-                };
-                configured(state.bus(), consumer, handler).await?;
-            }
-            Some(Delivery::Exec(command)) => {
-                let command = Arc::new(command.clone());
-                let tenant = consumer.tenant.clone();
-                let handler = move |message: Message| {
-                    let (command, tenant) = (command.clone(), tenant.clone());
-                    async move {
-                        of_tenant(&message, tenant.as_deref())?;
-                        exec::run(&command, &message).await
-                    }
-                };
-                configured(state.bus(), consumer, handler).await?;
-            }
-            Some(Delivery::Pull(_)) => declare_pull(state.bus(), consumer).await?,
-            _ => {}
-        }
+        mount_consumer(state.bus(), consumer, state.options().private_webhooks).await?;
     }
     Ok(())
+}
+
+/// Subscribes a consumer of a configuration file to a bus: its webhook or its command is the handler. The group of a
+/// consumer that clients fetch from is declared. One that has its handler in a program is left to the program.
+///
+/// `private_webhooks` lets every webhook go to private addresses, as `server.private_webhooks` does.
+pub async fn mount_consumer(
+    bus: &Bus,
+    consumer: &config::Consumer,
+    private_webhooks: bool,
+) -> Result<()> {
+    match &consumer.delivery {
+        Some(Delivery::Webhook(hook)) => {
+            let private = hook.allow_private || private_webhooks;
+            let secrets = hook.secrets.iter().map(|secret| secret.reveal().to_owned());
+            let secrets: Vec<String> = secrets.collect();
+            let hook = Arc::new(Hook::new(&hook.url, &secrets, private)?);
+            let (sender, tenant) = (bus.clone(), consumer.tenant.clone());
+            let handler = move |message: Message| {
+                let (hook, bus, tenant) = (hook.clone(), sender.clone(), tenant.clone());
+                async move {
+                    of_tenant(&message, tenant.as_deref())?;
+                    hook.deliver(&bus, &message).await
+                }
+            };
+            configured(bus, consumer, handler).await
+        }
+        Some(Delivery::Exec(command)) => {
+            let command = Arc::new(command.clone());
+            let tenant = consumer.tenant.clone();
+            let handler = move |message: Message| {
+                let (command, tenant) = (command.clone(), tenant.clone());
+                async move {
+                    of_tenant(&message, tenant.as_deref())?;
+                    exec::run(&command, &message).await
+                }
+            };
+            configured(bus, consumer, handler).await
+        }
+        Some(Delivery::Pull(_)) => declare_pull(bus, consumer).await,
+        _ => Ok(()),
+    }
 }
 
 /// The stored name of a consumer's group.
@@ -172,10 +186,12 @@ where
     Fut: Future<Output = HandlerResult> + Send + 'static,
 {
     let group = group_of(consumer)?;
+    let at_once = consumer.concurrency.unwrap_or(AT_ONCE);
     let mut subscribe = bus
         .subscribe(consumer.pattern.as_str())
         .group(group.as_str())
-        .name(consumer.name.clone());
+        .name(consumer.name.clone())
+        .prefetch(at_once.saturating_mul(2));
     if let Some(timeout) = consumer.processing_timeout {
         subscribe = subscribe.timeout(timeout);
     }

@@ -364,8 +364,8 @@ impl KafkaCluster {
     }
 }
 
-/// Where the server is, and Java; or `None` (said aloud) if one of them cannot be had. The engine is not finished, so
-/// its tests run only when asked for.
+/// Where the server is, and Java; or `None` (said aloud) if one of them cannot be had. Its tests take
+/// minutes, so they run only when asked for.
 fn found() -> Option<(PathBuf, PathBuf)> {
     if Kafka::is_asked_for() {
         return require(NAME, HOW, find());
