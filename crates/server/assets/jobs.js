@@ -65,9 +65,11 @@ function concerns({ payload }) {
 
 if (!past) {
   const patterns = ofTask === undefined ? changes : [...changes, "Task Heartbeat"];
-  subscribe({ patterns, tenant }, ({ events }) => {
+  const take = ({ events }) => {
     if (events.some(concerns)) refreshSoon();
-  });
+  };
+  // Rendered again once the server follows: what happened between the page and the subscription must not be missed.
+  subscribe({ patterns, tenant }, take, undefined, refreshSoon);
 }
 
 // The slider: each step is one event of the time line. The last step is the present.

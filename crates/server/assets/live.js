@@ -42,15 +42,16 @@ function receive(message) {
   const subscription = subscriptions.get(message.subscription ?? message.id);
   if (!subscription) return;
   if (message.cursor) subscription.cursor = message.cursor;
+  if (message.type === "ack") subscription.begun?.();
   if (message.type === "data") subscription.take(message);
   if (message.type === "status" && message.status === "error") subscription.refused?.(message);
 }
 
-// Subscribes; returns a function that ends the subscription.
-export function subscribe(wanted, take, refused) {
+// Subscribes; returns a function that ends the subscription. `begun` is called whenever the server has taken it.
+export function subscribe(wanted, take, refused, begun) {
   next += 1;
   const id = `s${next}`;
-  subscriptions.set(id, { wanted, take, refused, cursor: null });
+  subscriptions.set(id, { wanted, take, refused, begun, cursor: null });
   if (socket === null) connect();
   else if (socket.readyState === WebSocket.OPEN) send(id, subscriptions.get(id));
   return () => {

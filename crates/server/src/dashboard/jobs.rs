@@ -169,7 +169,7 @@ pub(super) async fn list(
                     } @else {
                         (table(&chosen, &found))
                     }
-                    footer {
+                    footer.pages {
                         span.grow {}
                         @if !first { a.button href=(chosen.link("/jobs", &[("state", wanted.map_or("", JobState::as_str))])) { "First page" } }
                         @if let Some(next) = &found.next {

@@ -76,7 +76,7 @@ pub(super) async fn list(
                     } @else {
                         (table(&chosen, &caller, &found.items))
                     }
-                    footer {
+                    footer.pages {
                         span.grow {}
                         @if !first { a.button href=(chosen.link("/tasks", &[("state", this)])) { "First page" } }
                         @if let Some(next) = &found.next {
