@@ -1,9 +1,10 @@
 //! The producer: submits tasks and jobs, adds tasks to jobs, retries, resumes and cancels.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
-use everbus::{Class, Code, Error, Event, EventId, Result, Timestamp, TypedEvent as _};
+use everbus::{Class, Code, Error, Event, EventId, Recorded, Result, Timestamp, TypedEvent as _};
 use serde::Serialize;
 
 use crate::dispatcher::{no_job, output_of};
@@ -22,6 +23,8 @@ use crate::work::{Start, merged, publish_once, run_id};
 const PART: usize = 500;
 /// How long a store beside a broker may be behind.
 const STORED_WITHIN: Duration = Duration::from_secs(30);
+/// An event that a store beside a broker does not have after this time was not published.
+const BEHIND: Duration = Duration::from_secs(5);
 /// How often an add is tried again when others add to the same job.
 const MOST_TRIES: usize = 100;
 
@@ -112,33 +115,31 @@ impl Jobs {
                 .hint("the name says which work it is: scrape-store"));
         }
         let Some(id) = &task.request_id else {
-            return self.submit_new(ids::fresh("task-"), 1, &task).await;
+            let id = ids::fresh("task-");
+            return self.submit_new(id, 1, &task, false).await;
         };
         check_id("request id", id)?;
         self.index().catch_up(self.bus(), None).await?;
         let Some(known) = self.index().task(self.tenant(), id)? else {
-            return self.submit_new(id.clone(), 1, &task).await;
+            return self.submit_new(id.clone(), 1, &task, false).await;
         };
         if let Some(job) = &known.job_id {
-            let what = format!("the task {id:?} belongs to the job {job:?}");
-            return Err(
-                conflict(what).hint("choose another id, or `everbus task retry` to run it again")
-            );
+            return Err(task_of_job(id, job));
         }
         if task.again {
-            self.may_run_again(&known)?;
-            return self.submit_new(id.clone(), known.run + 1, &task).await;
+            let run = self.next_run(&known).await?;
+            self.end_run(&known).await?;
+            let is_begun = run == known.run;
+            return self.submit_new(id.clone(), run, &task, is_begun).await;
         }
         let [_, work] = self.start_events(id, 1, &task)?;
-        let first = self.bus().lookup()?.find(work.id()).await?;
-        let mut first = first
-            .iter()
-            .filter(|r| r.event.tenant() == Some(self.tenant()));
-        if first
-            .next()
-            .is_some_and(|first| !first.event.same_body(&work))
-        {
-            return Err(other_input(id));
+        match self.stored(work.id()).await? {
+            Some(first) if !first.event.same_body(&work) => return Err(other_input(id)),
+            // An earlier call stored `Task Pending` and failed before the work.
+            None if known.run == 1 && known.state == Some(TaskState::Pending) => {
+                return self.submit_new(id.clone(), 1, &task, true).await;
+            }
+            _ => {}
         }
         Ok(Submitted {
             request_id: id.clone(),
@@ -183,25 +184,49 @@ impl Jobs {
         start.events(&self.emitter(Origin::Producer))
     }
 
-    async fn submit_new(&self, id: String, run: u32, task: &NewTask) -> Result<Submitted> {
+    /// Starts a run. `is_begun`: its `Task Pending` is stored, and its work is not.
+    async fn submit_new(
+        &self,
+        id: String,
+        run: u32,
+        task: &NewTask,
+        is_begun: bool,
+    ) -> Result<Submitted> {
         let events = self.start_events(&id, run, task)?;
-        let published = self.bus().publish_batch(events).await;
-        let receipts = published.map_err(|error| match error.code() {
-            Code::IdReused => other_input(&id),
-            _ => error,
-        })?;
+        let work = events[1].id();
+        let new = if is_begun {
+            publish_once(self.bus(), events.to_vec()).await? > 0
+        } else {
+            let published = self.bus().publish_batch(events).await;
+            let receipts = published.map_err(|error| match error.code() {
+                Code::IdReused => other_input(&id),
+                _ => error,
+            })?;
+            receipts.iter().any(|receipt| !receipt.is_duplicate())
+        };
+        self.until_stored(work).await?;
+        if task.request_id.is_some() {
+            // Of a task and a job that name one id at the same moment, the first in the log has it.
+            self.index().catch_up(self.bus(), None).await?;
+            let known = self.index().task(self.tenant(), &id)?;
+            if let Some(job) = known.and_then(|task| task.job_id) {
+                return Err(task_of_job(&id, &job));
+            }
+        }
         Ok(Submitted {
             request_id: id,
             run,
-            new: receipts.iter().any(|receipt| !receipt.is_duplicate()),
+            new,
             state: TaskState::Pending,
         })
     }
 
-    /// Refuses to run a task again that waits or that a worker has.
-    fn may_run_again(&self, task: &TaskStatus) -> Result<()> {
+    /// The run that a task gets when it is run again. Refuses if it waits, or if a worker has it.
+    async fn next_run(&self, task: &TaskStatus) -> Result<u32> {
         let id = &task.request_id;
         match task.state {
+            // The work of this run was never stored: the run is started now.
+            Some(TaskState::Pending) if !self.has_work(task).await? => Ok(task.run),
             Some(TaskState::Pending) => {
                 let what = format!("the task {id:?} waits for a worker already");
                 Err(conflict(what).hint("cancel it first to replace it"))
@@ -211,7 +236,42 @@ impl Jobs {
                 let what = format!("the task {id:?} is being processed by the worker {worker:?}");
                 Err(conflict(what).hint("wait until it has ended, or cancel it"))
             }
-            _ => Ok(()),
+            _ => Ok(task.run + 1),
+        }
+    }
+
+    /// Ends a run whose lock has ended, before the next one starts. Its work is still in the group, and a worker that
+    /// comes back would take it as well: workers skip a run that was cancelled.
+    async fn end_run(&self, task: &TaskStatus) -> Result<()> {
+        if task.state == Some(TaskState::Processing) {
+            self.bus().publish(self.cancel_event(task)?).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether the work of the present run of a task was stored.
+    async fn has_work(&self, task: &TaskStatus) -> Result<bool> {
+        let created_at = match &task.job_id {
+            Some(job) => self.index().job(self.tenant(), job)?.map(|j| j.created_at),
+            None => None,
+        };
+        let job = task.job_id.as_deref().zip(created_at);
+        let id = run_id(self.tenant(), job, &task.request_id, task.run, Work::TYPE);
+        Ok(self.stored(id).await?.is_some())
+    }
+
+    /// An event of this tenant with a derived id. A store beside a broker may be behind: it has some time.
+    pub(crate) async fn stored(&self, id: EventId) -> Result<Option<Arc<Recorded>>> {
+        let begin = tokio::time::Instant::now();
+        loop {
+            let found = self.bus().lookup()?.find(id).await?;
+            let mut found = found.into_iter();
+            let ours = found.find(|record| record.event.tenant() == Some(self.tenant()));
+            let wait = self.bus().engine().background.is_some() && begin.elapsed() < BEHIND;
+            if ours.is_some() || !wait {
+                return Ok(ours);
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
 
@@ -304,24 +364,34 @@ impl Jobs {
                 new.iter().any(|new| new == id) || graph.number(id).is_none()
             });
         }
+        // How many adds to the graph of this size were refused by the index: each has an id of its own.
+        let (mut refused, mut size) = (0, 0);
         for _ in 0..MOST_TRIES {
             let (_, mut graph, created_at) = self.graph_of(job).await?;
             let previous = graph.len();
+            // The add whose id is taken is in the index by now. If the graph is as it was, that add was refused.
+            refused = if previous == size { refused + 1 } else { 0 };
+            size = previous;
             graph.check(&tasks)?;
             if let Some(what) = self.index().taken(self.tenant(), &tasks)? {
                 return Err(taken(what));
             }
             graph.add(tasks.clone())?;
+            self.check_size(&graph)?;
             let added = JobTasksAdded {
                 job_id: job.to_owned(),
                 new_tasks: tasks.clone(),
                 previous_total_tasks: previous,
                 total_tasks_now: graph.len(),
             };
+            let again = match refused {
+                0 => String::new(),
+                refused => refused.to_string(),
+            };
             let parts = Parts {
                 tenant: self.tenant(),
                 job,
-                task: "",
+                task: &again,
                 run: previous as u64,
                 event_type: JobTasksAdded::TYPE,
             };
@@ -331,6 +401,7 @@ impl Jobs {
                 .event(&added)
                 .id(id)
                 .build()?;
+            self.keep_since(created_at).await?;
             match self.bus().publish(event).await {
                 Ok(receipt) => self.until_stored(receipt.id()).await?,
                 // Another add was first. What it added is looked at before the next try.
@@ -355,16 +426,33 @@ impl Jobs {
         Err(Error::new(Code::Busy, what).hint("try again later"))
     }
 
+    /// Refuses a graph whose states would not fit into `Job Completed`.
+    fn check_size(&self, graph: &Graph) -> Result<()> {
+        let states = graph.tasks().iter().map(|task| task.task_id.len() + 16);
+        if states.sum::<usize>() + 1024 <= self.bus().max_payload() {
+            return Ok(());
+        }
+        let what = format!("the job has too many tasks with long ids: {}", graph.len());
+        Err(Error::new(Code::InvalidJob, what)
+            .hint("shorter ids, a second job, or an object store for large events"))
+    }
+
     /// Starts the failed tasks of a job again. Those that depend on them follow when they have completed. Returns the
     /// tasks that were started.
     pub async fn resume(&self, job: &str) -> Result<Vec<String>> {
         let (tasks, graph, created_at) = self.graph_of(job).await?;
+        let is_atomic = self.bus().capabilities().atomic_batch;
         let mut started = Vec::new();
         let mut events = Vec::new();
         for (number, task) in tasks.iter().enumerate() {
-            if task.state == Some(TaskState::Failed) && waits_for(&graph, &tasks, number).is_none()
-            {
-                let start = self.start_again((job, created_at), &graph, number, task.run + 1);
+            let run = match task.state {
+                Some(TaskState::Failed) => task.run + 1,
+                // An earlier call may have failed between `Task Pending` and the work.
+                Some(TaskState::Pending) if !is_atomic && !self.has_work(task).await? => task.run,
+                _ => continue,
+            };
+            if waits_for(&graph, &tasks, number).is_none() {
+                let start = self.start_again((job, created_at), &graph, number, run);
                 events.extend(start.await?);
                 started.push(task.request_id.clone());
             }
@@ -383,15 +471,15 @@ impl Jobs {
             .index()
             .task(self.tenant(), id)?
             .ok_or_else(|| no_task(id))?;
-        self.may_run_again(&task)?;
         if task.state == Some(TaskState::Completed) && !completed {
             let what = format!("the task {id:?} has completed");
             return Err(conflict(what).hint("--completed runs it again all the same"));
         }
-        let run = task.run + 1;
+        let run = self.next_run(&task).await?;
         let events = match &task.job_id {
             Some(job) => {
                 let (tasks, graph, created_at) = self.graph_of(job).await?;
+                self.keep_since(created_at).await?;
                 let number = graph.number(id).ok_or_else(|| no_task(id))?;
                 if let Some(parent) = waits_for(&graph, &tasks, number) {
                     let what =
@@ -403,22 +491,26 @@ impl Jobs {
             }
             None => {
                 let work = self.last_work(&task).await?;
-                let task = NewTask::new(work.name, work.input);
-                self.start_events(id, run, &task)?
+                self.start_events(id, run, &NewTask::new(work.name, work.input))?
             }
         };
+        self.end_run(&task).await?;
         publish_once(self.bus(), events.to_vec()).await?;
         Ok(run)
     }
 
     /// The work of the last run of a task without a job.
     async fn last_work(&self, task: &TaskStatus) -> Result<Work> {
-        let id = run_id(self.tenant(), None, &task.request_id, task.run, Work::TYPE);
-        let found = self.bus().lookup()?.find(id).await?;
-        let mut found = found
-            .into_iter()
-            .filter(|r| r.event.tenant() == Some(self.tenant()));
-        let Some(record) = found.next() else {
+        let mut found = None;
+        // The last run may have been left without its work.
+        for run in (1..=task.run).rev().take(2) {
+            let id = run_id(self.tenant(), None, &task.request_id, run, Work::TYPE);
+            found = self.stored(id).await?;
+            if found.is_some() {
+                break;
+            }
+        }
+        let Some(record) = found else {
             let what = format!(
                 "the work of the task {:?} is not in the log",
                 task.request_id
@@ -446,7 +538,7 @@ impl Jobs {
         }
         let input = match graph.parents(number) {
             [] => spec.input.clone(),
-            _ => merged(&spec.input, &outputs)?,
+            _ => merged(&spec.input, &outputs, self.bus().max_payload())?,
         };
         let start = Start {
             task: &spec.task_id,
@@ -471,17 +563,8 @@ impl Jobs {
         if task.state.is_some_and(TaskState::is_terminal) {
             return Ok(false);
         }
-        let created_at = match &task.job_id {
-            Some(job) => self
-                .index()
-                .job(self.tenant(), job)?
-                .map(|job| job.created_at),
-            None => None,
-        };
-        let event = self.cancel_event(&task, created_at)?;
-        let event_id = event.id();
-        publish_once(self.bus(), vec![event]).await?;
-        self.until_stored(event_id).await?;
+        let receipt = self.bus().publish(self.cancel_event(&task)?).await?;
+        self.until_stored(receipt.id()).await?;
         self.index().catch_up(self.bus(), None).await?;
         let task = self.index().task(self.tenant(), id)?;
         Ok(task.is_some_and(|task| task.cancelled))
@@ -489,11 +572,11 @@ impl Jobs {
 
     /// Cancels a job: all its tasks that run, wait or could start. Returns the tasks that were cancelled.
     pub async fn cancel_job(&self, job: &str) -> Result<Vec<String>> {
-        let mut cancelled = Vec::new();
+        let mut cancelled = BTreeSet::new();
         loop {
             // A task may complete while its cancel is on the way, and a child of it may start. So this is repeated
             // until nothing is left that runs or can start.
-            let (tasks, graph, created_at) = self.graph_of(job).await?;
+            let (tasks, graph, _) = self.graph_of(job).await?;
             let open = tasks
                 .iter()
                 .enumerate()
@@ -503,20 +586,19 @@ impl Jobs {
                 });
             let open: Vec<&TaskStatus> = open.map(|(_, task)| task).collect();
             if open.is_empty() {
-                return Ok(cancelled);
+                return Ok(cancelled.into_iter().collect());
             }
-            let events = open
-                .iter()
-                .map(|task| self.cancel_event(task, Some(created_at)));
+            let events = open.iter().map(|task| self.cancel_event(task));
             let events: Vec<Event> = events.collect::<Result<_>>()?;
             for part in events.chunks(PART) {
-                publish_once(self.bus(), part.to_vec()).await?;
+                self.bus().publish_batch(part.to_vec()).await?;
             }
             if let Some(last) = events.last() {
                 self.until_stored(last.id()).await?;
             }
             let new = open.into_iter().map(|task| task.request_id.clone());
             cancelled.extend(new);
+            tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 
@@ -538,7 +620,8 @@ impl Jobs {
         Ok(())
     }
 
-    fn cancel_event(&self, task: &TaskStatus, created_at: Option<Timestamp>) -> Result<Event> {
+    /// Each cancel has an id of its own: one that came after the end of a run says nothing, and a later one must.
+    fn cancel_event(&self, task: &TaskStatus) -> Result<Event> {
         let run = task.run.max(1);
         let job = task.job_id.as_deref();
         let failed = TaskFailed {
@@ -549,16 +632,8 @@ impl Jobs {
             retry_count: 0,
             source: FailureSource::Producer,
         };
-        let of_job = job.zip(created_at);
-        let id = run_id(
-            self.tenant(),
-            of_job,
-            &task.request_id,
-            run,
-            "Task Failed/cancelled",
-        );
         let emitter = self.emitter(Origin::Producer);
-        emitter.event_of_run(&failed, job, run).id(id).build()
+        emitter.event_of_run(&failed, job, run).build()
     }
 
     /// The tasks of a job with their states, its graph, and when it was submitted.
@@ -605,6 +680,11 @@ fn conflict(what: impl Into<String>) -> Error {
 
 fn taken(what: String) -> Error {
     conflict(what).hint("choose other ids, or --prefix-ids to put the id of the job before them")
+}
+
+fn task_of_job(id: &str, job: &str) -> Error {
+    conflict(format!("the task {id:?} belongs to the job {job:?}"))
+        .hint("choose another id, or `everbus task retry` to run it again")
 }
 
 fn other_input(id: &str) -> Error {

@@ -87,6 +87,15 @@ impl Jobs {
         Ok(events)
     }
 
+    /// Calls a function with each event of a task, the oldest first.
+    pub(crate) async fn each_event_of_task(
+        &self,
+        id: &str,
+        take: impl FnMut(&Arc<Recorded>),
+    ) -> Result<()> {
+        self.each_event(TASK, id, None, take).await
+    }
+
     async fn each_event(
         &self,
         kind: &str,
@@ -201,6 +210,7 @@ impl Jobs {
             let tasks = self.job_tasks(id).await?;
             return self.picture(id, &tasks).await;
         };
+        self.index().catch_up(self.bus(), None).await?;
         let loaded = load_graph(self, self.tenant(), id, None, Some(at)).await?;
         let (graph, _) = loaded.ok_or_else(|| {
             Error::new(Code::NotFound, format!("there was no job {id:?} at {at}"))
@@ -359,8 +369,9 @@ pub(crate) async fn load_graph(
             let record = bus.whole(record).await?;
             let more: JobTasksAdded = record.event.json()?;
             let fits = total.is_none_or(|total| graph.len() + more.new_tasks.len() <= total);
-            if more.previous_total_tasks == graph.len() && fits {
-                // One that is invalid adds nothing, in the index as well.
+            // An add that the index refused is in the log as well: it is invalid, or another job has one of its tasks.
+            let fits = fits && more.previous_total_tasks == graph.len();
+            if fits && jobs.index().belong(tenant, id, &more.new_tasks)? {
                 let _ = graph.add(more.new_tasks);
             }
         }

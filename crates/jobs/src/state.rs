@@ -12,6 +12,7 @@ use crate::events::{
     TaskStarted, TaskState, TaskTimeout,
 };
 use crate::handle::run_of;
+use crate::work::NOT_BEFORE;
 
 /// The event types that decide the state of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -142,7 +143,7 @@ pub struct TaskStatus {
     /// The run was cancelled.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub cancelled: bool,
-    /// When the state began.
+    /// When the state began. A task with a delayed start waits for a worker since the time at which it may start.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub since: Option<Timestamp>,
     /// When the last attempt started.
@@ -188,7 +189,7 @@ impl TaskStatus {
             self.error = None;
         }
         if self.state != fold.state || fold.run > self.run {
-            self.since = Some(note.at);
+            self.since = Some(note.not_before.unwrap_or(note.at).max(note.at));
         }
         (self.state, self.run, self.cancelled) = (fold.state, fold.run, fold.cancelled);
         self.request_id.clone_from(&note.task);
@@ -251,6 +252,8 @@ pub struct Note {
     pub cancels: bool,
     /// The name of the work.
     pub name: Option<String>,
+    /// The task does not start before this time.
+    pub not_before: Option<Timestamp>,
     /// The end of the lock, in seconds since 1970.
     pub effective_until: Option<u64>,
     /// The worker.
@@ -305,6 +308,10 @@ impl Note {
             run: run_of(event),
             cancels,
             name: brief.name,
+            not_before: event
+                .metadata()
+                .get(NOT_BEFORE)
+                .and_then(|time| time.parse().ok()),
             effective_until: brief.effective_until,
             worker_id: brief.worker_id,
             error,

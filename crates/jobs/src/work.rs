@@ -16,6 +16,11 @@ pub(crate) const MAX_OUTPUT: usize = 16 * 1024;
 /// All outputs that a task receives have at most this many bytes; the largest become references.
 pub(crate) const MAX_OUTPUTS: usize = 128 * 1024;
 
+/// The metadata key of a `Task Pending` with the time before which the task does not start.
+pub(crate) const NOT_BEFORE: &str = "not_before";
+/// What a work message has beside its input, generously.
+const ENVELOPE: usize = 4 * 1024;
+
 /// One start of a task.
 #[derive(Clone, Debug)]
 pub(crate) struct Start<'a> {
@@ -47,10 +52,13 @@ impl Start<'_> {
             input: self.input.clone(),
         };
         let id = |event_type| run_id(emitter.tenant(), self.job, self.task, self.run, event_type);
-        let pending = emitter
+        let mut pending = emitter
             .event_of_run(&pending, job, self.run)
-            .id(id(TaskPending::TYPE))
-            .build()?;
+            .id(id(TaskPending::TYPE));
+        if let Some(at) = self.at {
+            pending = pending.meta(NOT_BEFORE, at.to_string());
+        }
+        let pending = pending.build()?;
         let mut work = emitter
             .event_of_run(&work, job, self.run)
             .id(id(Work::TYPE));
@@ -117,8 +125,14 @@ struct Place<'a> {
     event_id: EventId,
 }
 
-/// The input of a dependent task: its own, with `dependencyOutputs`. Large outputs are references.
-pub(crate) fn merged(own: &Json, outputs: &BTreeMap<&str, (Output, EventId)>) -> Result<Json> {
+/// The input of a dependent task: its own, with `dependencyOutputs`. Large outputs are references, and so are those
+/// that would make the event larger than `limit`.
+pub(crate) fn merged(
+    own: &Json,
+    outputs: &BTreeMap<&str, (Output, EventId)>,
+    limit: usize,
+) -> Result<Json> {
+    let most = MAX_OUTPUTS.min(limit.saturating_sub(own.get().len() + ENVELOPE));
     let failed = |e: serde_json::Error| {
         Error::new(
             Code::InvalidPayloadError,
@@ -136,7 +150,7 @@ pub(crate) fn merged(own: &Json, outputs: &BTreeMap<&str, (Output, EventId)>) ->
         all.insert(task, (json, *event, whole));
     }
     let mut total: usize = all.values().map(|(json, ..)| json.get().len()).sum();
-    while total > MAX_OUTPUTS {
+    while total > most {
         let largest = all.iter_mut().filter(|(_, (.., whole))| *whole);
         let largest = largest.max_by_key(|(_, (json, ..))| json.get().len());
         let Some((task, (json, event, whole))) = largest else {
@@ -166,28 +180,41 @@ fn reference(task_id: &str, event_id: EventId) -> Reference<'_> {
 }
 
 /// Publishes events with derived ids, in one step where the engine can. An event whose id is known was published
-/// before, whatever its body; that is success. Returns how many were new.
+/// before, whatever its body; that is success. The events that start tasks are first, and are pairs. Returns how many
+/// were new.
 pub(crate) async fn publish_once(bus: &Bus, events: Vec<Event>) -> Result<usize> {
-    let events = unknown_to_store(bus, events).await?;
-    if events.is_empty() {
-        return Ok(0);
+    if let Some(new) = publish_unknown(bus, &events).await? {
+        return Ok(new);
     }
-    match bus.publish_batch(events.clone()).await {
-        Ok(receipts) => return Ok(receipts.iter().filter(|r| !r.is_duplicate()).count()),
-        Err(error) if error.code() == Code::IdReused => {}
-        Err(error) => return Err(error),
-    }
-    // One of them is known with another body. One by one the others are stored too: a pair that was stored in one
-    // step before is known as a whole.
+    // One of them is known with another body. The others are stored pair by pair, so that a crash leaves no `Task
+    // Pending` without its work. One by one only the pair in which one is known: the other is missing, or known too.
     let mut new = 0;
-    for event in events {
-        match bus.publish(event).await {
-            Ok(receipt) => new += usize::from(!receipt.is_duplicate()),
-            Err(error) if error.code() == Code::IdReused => {}
-            Err(error) => return Err(error),
+    for pair in events.chunks(2) {
+        if let Some(stored) = publish_unknown(bus, pair).await? {
+            new += stored;
+            continue;
+        }
+        for event in pair {
+            new += publish_unknown(bus, std::slice::from_ref(event))
+                .await?
+                .unwrap_or(0);
         }
     }
     Ok(new)
+}
+
+/// Publishes events in one step where the engine can. Returns how many were new; `None` if the id of one is known with
+/// another body.
+async fn publish_unknown(bus: &Bus, events: &[Event]) -> Result<Option<usize>> {
+    let events = unknown_to_store(bus, events.to_vec()).await?;
+    if events.is_empty() {
+        return Ok(Some(0));
+    }
+    match bus.publish_batch(events).await {
+        Ok(receipts) => Ok(Some(receipts.iter().filter(|r| !r.is_duplicate()).count())),
+        Err(error) if error.code() == Code::IdReused => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Where the broker recognises an id only for a while, the store's record decides.
@@ -228,7 +255,7 @@ mod tests {
             ("task-A", small(r#"{"z":1.50}"#)),
             ("task-B", small("null")),
         ];
-        let merged = merged(&own, &outputs.into()).unwrap();
+        let merged = merged(&own, &outputs.into(), 1 << 20).unwrap();
         assert_eq!(
             merged.get(),
             r#"{"dependencyOutputs":{"task-A":{"z":1.50},"task-B":null},"n":12345678901234567890123,"style":"modern"}"#
@@ -237,7 +264,12 @@ mod tests {
 
     #[test]
     fn an_input_that_is_no_object_stays_beside_the_outputs() {
-        let merged = merged(&Json::parse("[1]").unwrap(), &[("a", small("2"))].into()).unwrap();
+        let merged = merged(
+            &Json::parse("[1]").unwrap(),
+            &[("a", small("2"))].into(),
+            1 << 20,
+        )
+        .unwrap();
         assert_eq!(merged.get(), r#"{"dependencyOutputs":{"a":2},"input":[1]}"#);
     }
 
@@ -245,7 +277,7 @@ mod tests {
     fn large_outputs_travel_as_references() {
         let text = |n: usize| format!("\"{}\"", "x".repeat(n));
         let large = small(&text(MAX_OUTPUT));
-        let merged_one = merged(&Json::empty(), &[("a", large)].into()).unwrap();
+        let merged_one = merged(&Json::empty(), &[("a", large)].into(), 1 << 20).unwrap();
         let wanted = format!(
             r#"{{"dependencyOutputs":{{"a":{{"$output":{{"taskId":"a","eventId":"{}"}}}}}}}}"#,
             id()
@@ -256,12 +288,18 @@ mod tests {
         let many = names
             .iter()
             .map(|name| (name.as_str(), small(&text(10_000))));
-        let merged_many = merged(&Json::empty(), &many.collect()).unwrap();
+        let merged_many = merged(&Json::empty(), &many.collect(), 1 << 20).unwrap();
         assert!(
             merged_many.get().len() < MAX_OUTPUTS + 4096,
             "{}",
             merged_many.get().len()
         );
         assert!(merged_many.get().contains("$output"));
+        // With an input that leaves little room.
+        let own = Json::parse(&format!("{{\"own\":{}}}", text(100_000))).unwrap();
+        let outputs = [("a", small(&text(10_000))), ("b", small(&text(9_000)))];
+        let tight = merged(&own, &outputs.into(), 115_000).unwrap();
+        assert!(tight.get().len() < 115_000, "{}", tight.get().len());
+        assert_eq!(tight.get().matches("$output").count(), 1);
     }
 }

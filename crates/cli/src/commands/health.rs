@@ -27,6 +27,17 @@ pub(crate) struct HealthArgs {
     #[command(flatten)]
     whose: Whose,
 
+    #[command(flatten)]
+    limits: Limits,
+
+    /// Publish the result as a Task Health Check, for every tenant that has tasks
+    #[arg(long)]
+    publish: bool,
+}
+
+/// When a task is not healthy.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Limits {
     /// A task that runs for longer is overtime
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = when::parse_limit)]
     overtime: Duration,
@@ -38,19 +49,21 @@ pub(crate) struct HealthArgs {
     /// A task that waits for a worker for longer is named
     #[arg(long, value_name = "DURATION", default_value = "15m", value_parser = when::parse_limit)]
     pending: Duration,
+}
 
-    /// Publish the result as a Task Health Check, for every tenant that has tasks
-    #[arg(long)]
-    publish: bool,
+impl Limits {
+    pub(crate) fn thresholds(&self) -> Thresholds {
+        Thresholds::default()
+            .overtime(self.overtime)
+            .heartbeat(self.heartbeat)
+            .pending(self.pending)
+    }
 }
 
 pub(crate) async fn run(args: &HealthArgs, target: &Target, output: &mut Output) -> Outcome {
     let bus = target.open_existing_bus().await?;
     let jobs = super::jobs_on(&bus, target, Some(&args.whose.tenant))?;
-    let thresholds = Thresholds::default()
-        .overtime(args.overtime)
-        .heartbeat(args.heartbeat)
-        .pending(args.pending);
+    let thresholds = args.limits.thresholds();
     let report = if args.publish {
         let reports = jobs.check_health(&thresholds).await?;
         reports

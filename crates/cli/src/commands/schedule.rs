@@ -9,10 +9,12 @@ use everbus_core::{Clock as _, SystemClock};
 use everbus_jobs::alerts::webhook::{WebhookClient, WebhookOptions};
 use everbus_jobs::alerts::{Alerts, Target as AlertTarget};
 use everbus_jobs::events::Json;
-use everbus_jobs::health::Thresholds;
-use everbus_jobs::schedule::{Action, CronTimes, Missed, Scheduler, Schedules, StoredSchedule};
+use everbus_jobs::schedule::{
+    Action, CronTimes, HEALTH_CHECK, Missed, Scheduler, Schedules, StoredSchedule,
+};
 use serde_json::json;
 
+use super::health::Limits;
 use crate::interrupt::Interrupt;
 use crate::open::{Target, close};
 use crate::output::{Output, Table, escaped};
@@ -115,6 +117,9 @@ pub(crate) struct RunArgs {
     /// Check the health of running tasks at these times, and publish a Task Health Check: "*/5 * * * *"
     #[arg(long, value_name = "EXPRESSION", allow_hyphen_values = true)]
     health: Option<String>,
+
+    #[command(flatten)]
+    limits: Limits,
 
     /// Send alerts to this webhook of Slack or its like
     #[arg(
@@ -388,12 +393,11 @@ async fn serve(args: &RunArgs, target: &Target, output: &mut Output) -> Outcome 
         .stored()?;
     if let Some(times) = health {
         let checked = jobs.clone();
-        scheduler = scheduler.on("health-check", times, move |tick| {
+        let thresholds = args.limits.thresholds();
+        scheduler = scheduler.on(HEALTH_CHECK, times, move |tick| {
             let jobs = checked.clone();
             async move {
-                let checked = jobs
-                    .check_health_at(&Thresholds::default(), Some(&tick))
-                    .await;
+                let checked = jobs.check_health_at(&thresholds, Some(&tick)).await;
                 checked.map(drop).map_err(|error| error.to_string())
             }
         });

@@ -193,6 +193,7 @@ async fn submit(args: SubmitArgs, jobs: &Jobs, target: &Target, output: &mut Out
                     TaskState::Completed => Ok(()),
                     _ => {
                         if !output.is_json() {
+                            let id = crate::output::shell_word(id);
                             let command = Suggestion::new(target, &format!("task history {id}"));
                             output.line(format!("{command} shows why"))?;
                         }

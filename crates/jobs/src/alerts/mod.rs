@@ -154,28 +154,69 @@ impl Sender {
         let Some(alert) = alert else {
             return Ok(());
         };
-        if !self.is_new(&alert, event).await? {
-            return Err(skip("the same subject was told a while ago"));
-        }
-        let held_back = match self.rate.lock().take(Instant::now(), context.attempt() > 1) {
+        // The rate first: an alert that is held back does not count as told.
+        let again = context.attempt() > 1;
+        let held_back = match self.rate.lock().take(Instant::now(), again) {
             Some(held_back) => held_back,
             None => return Err(skip("too many alerts in a minute")),
         };
-        for target in &self.targets {
+        let result = self.send(&alert, event, held_back, again).await;
+        match &result {
+            Ok(true) => {}
+            Ok(false) => {
+                self.rate.lock().give_back(held_back, again);
+                return Err(skip("the same subject was told a while ago"));
+            }
+            Err(_) => {
+                // The number is told by the next alert that is sent.
+                self.rate.lock().held_back += held_back;
+                if context.attempt() >= context.max_attempts() {
+                    let _ = self.told.delete(subject_key(&alert, event)).await;
+                }
+            }
+        }
+        result.map(drop)
+    }
+
+    /// Sends an alert to every target that does not have it. Returns false if its subject was told a while ago.
+    async fn send(
+        &self,
+        alert: &Alert,
+        event: &Event,
+        held_back: u64,
+        again: bool,
+    ) -> Result<bool, HandlerError> {
+        if !self.is_new(alert, event).await? {
+            return Ok(false);
+        }
+        let mut failed = None;
+        for (number, target) in self.targets.iter().enumerate() {
+            let sent = format!("{}-{number}", event.id());
+            // One target that is down must not repeat the alert to the others.
+            if again && self.told.get(&*sent).await?.is_some() {
+                continue;
+            }
             let (client, body) = match target {
                 Target::Slack(client) => (client, alert.slack(held_back)),
                 Target::Json(client) => (client, alert.json(held_back)),
             };
-            client.post(&body).await?;
+            match client.post(&body).await {
+                Ok(()) if self.targets.len() > 1 => {
+                    self.told.put(&*sent, "sent").await?;
+                }
+                Ok(()) => {}
+                Err(error) => failed = Some(error),
+            }
         }
-        Ok(())
+        match failed {
+            None => Ok(true),
+            Some(error) => Err(error.into()),
+        }
     }
 
     /// Whether the subject was not told within the time. All processes share what was told.
     async fn is_new(&self, alert: &Alert, event: &Event) -> Result<bool, HandlerError> {
-        let tenant = event.tenant().unwrap_or_default();
-        let subject = format!("{}\0{tenant}\0{}", alert.kind.as_str(), alert.subject);
-        let key = Uuid::new_v5(&Uuid::NAMESPACE_OID, subject.as_bytes()).to_string();
+        let key = subject_key(alert, event);
         let id = event.id().to_string();
         match self.told.put(&*key, id.clone()).if_absent().await {
             Ok(_) => Ok(true),
@@ -230,6 +271,13 @@ impl Sender {
             None => alert,
         }))
     }
+}
+
+/// The key under which it is noted that a subject was told.
+fn subject_key(alert: &Alert, event: &Event) -> String {
+    let tenant = event.tenant().unwrap_or_default();
+    let subject = format!("{}\0{tenant}\0{}", alert.kind.as_str(), alert.subject);
+    Uuid::new_v5(&Uuid::NAMESPACE_OID, subject.as_bytes()).to_string()
 }
 
 /// The publisher of an event, or its app.
@@ -340,6 +388,14 @@ impl Rate {
         }
         Some(std::mem::take(&mut self.held_back))
     }
+
+    /// Gives back one that was not needed, with the number that it would have told.
+    fn give_back(&mut self, held_back: u64, again: bool) {
+        self.held_back += held_back;
+        if !again {
+            self.left += 1.0;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -363,5 +419,11 @@ mod tests {
         assert_eq!(rate.take(much_later, false), Some(1));
         assert_eq!(rate.take(much_later, false), Some(0));
         assert_eq!(rate.take(much_later, false), None);
+        // One that was told before was not needed.
+        let at_last = much_later + Duration::from_secs(31);
+        assert_eq!(rate.take(at_last, false), Some(1));
+        rate.give_back(1, false);
+        assert_eq!(rate.take(at_last, false), Some(1));
+        assert_eq!(rate.take(at_last, false), None);
     }
 }

@@ -37,6 +37,8 @@ pub(super) struct JobGraph {
     completed: usize,
     /// The number of tasks for which `Job Completed` was seen in the log.
     told: usize,
+    /// The place of the newest failure that was applied; 0 if none was.
+    pub(super) last_failed: u64,
     used: u64,
 }
 
@@ -58,6 +60,7 @@ impl JobGraph {
             nodes: Vec::new(),
             completed: 0,
             told: 0,
+            last_failed: 0,
             id,
             created_at,
             graph,
@@ -73,6 +76,9 @@ impl JobGraph {
         for number in first..self.graph.len() {
             let (fold, place) = states.get(number).copied().unwrap_or_default();
             self.completed += usize::from(fold.state == Some(TaskState::Completed));
+            if fold.state == Some(TaskState::Failed) && !fold.cancelled {
+                self.last_failed = self.last_failed.max(place);
+            }
             self.nodes.push(Node {
                 fold,
                 place,
@@ -122,8 +128,15 @@ impl JobGraph {
         }
         node.place = note.place;
         let was = node.fold.state == Some(TaskState::Completed);
+        let had_failed = node.fold.state == Some(TaskState::Failed);
         if !node.fold.apply(note.kind, note.run, note.cancels) {
             return;
+        }
+        if matches!(note.kind, Kind::Failed | Kind::Timeout) && !note.cancels {
+            self.last_failed = note.place;
+        } else if had_failed {
+            // It may have been the newest: each failure that is left is told.
+            self.last_failed = 0;
         }
         let is = node.fold.state == Some(TaskState::Completed);
         if is {

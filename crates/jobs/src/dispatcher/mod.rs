@@ -12,19 +12,20 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use everbus::{
-    Code, Event, EventId, HandlerError, HistoryQuery, Message, Outcome, Pattern, Position, Result,
-    StartFrom, TypedEvent as _,
+    Code, Event, EventId, HandlerError, Message, Outcome, Position, Result, StartFrom,
+    TypedEvent as _,
 };
 use serde::Deserialize;
 
 use self::graphs::{Graphs, JobGraph};
 use crate::events::{
-    JobCompleted, JobCreated, JobFailureDetected, JobTasksAdded, TASK, TaskCompleted, TaskFailed,
-    TaskState, TaskTimeout,
+    ErrorCategory, FailureSource, JobCompleted, JobCreated, JobFailureDetected, JobTasksAdded,
+    TaskCompleted, TaskFailed, TaskState, TaskTimeout,
 };
 use crate::handle::{Emitter, Jobs, Origin, run_of};
 use crate::ids::Parts;
-use crate::work::{Output, Start, merged, publish_once};
+use crate::state::{Fold, Note};
+use crate::work::{Output, Start, merged, publish_once, run_id};
 use crate::{DEFAULT_TENANT, DISPATCHER};
 
 /// Up to this many starts are published in the step of the ack; more are published before it, in parts.
@@ -55,6 +56,10 @@ struct Inner {
 struct About {
     request_id: Option<String>,
     job_id: Option<String>,
+    /// Of a failure.
+    error_category: Option<String>,
+    /// Of an add.
+    previous_total_tasks: Option<usize>,
 }
 
 /// What follows from an event: events with bodies that every dispatcher makes the same, and others.
@@ -124,7 +129,7 @@ impl Inner {
         let event = message.event();
         let about: About = event.json()?;
         // Most tasks have no job.
-        let Some(job) = about.job_id else {
+        let Some(job) = &about.job_id else {
             return Ok(Outcome::default());
         };
         let tenant = event.tenant().unwrap_or(DEFAULT_TENANT).to_owned();
@@ -132,18 +137,36 @@ impl Inner {
 
         let mut graphs = self.graphs.lock().await;
         graphs.catch_up(position).await?;
-        let Some(graph) = graphs.job(&tenant, &job, position).await? else {
+        let Some(graph) = graphs.job(&tenant, job, position).await? else {
             // The job was refused, or its first event is not in the log.
             return Ok(Outcome::default());
         };
-        let next = next(graph, event, about.request_id.as_deref());
-        if next.starts.is_empty() && !next.completed && next.failed.is_none() {
+        let mut next = next(graph, event, about.request_id.as_deref(), position.place());
+        if about.error_category.as_deref() == Some(ErrorCategory::Cancelled.as_str()) {
+            // A cancel was asked for, it is not a failure to be told.
+            next.failed = None;
+        }
+        let mut half_started = Vec::new();
+        if message.attempt() > 1 {
+            half_started = maybe_half_started(graph, event, &about);
+        }
+        let is_nothing = next.starts.is_empty() && half_started.is_empty();
+        if is_nothing && !next.completed && next.failed.is_none() {
             return Ok(Outcome::default());
         }
-        let emitter = self.jobs.of(event).emitter(Origin::Dispatcher);
-        let mut same = Vec::new();
+        let jobs = self.jobs.of(event);
+        let emitter = jobs.emitter(Origin::Dispatcher);
+        let (mut same, mut too_large) = (Vec::new(), Vec::new());
         for number in &next.starts {
-            same.extend(self.start(graph, *number, &emitter).await?);
+            match self.start(graph, *number, &emitter).await? {
+                Ok(pair) => same.extend(pair),
+                Err(failed) => too_large.push(failed),
+            }
+        }
+        same.append(&mut too_large);
+        let mut again = Vec::new();
+        for number in half_started {
+            again.extend(self.start(graph, number, &emitter).await?.ok());
         }
         if next.completed {
             same.push(completed(graph, &emitter)?);
@@ -154,6 +177,11 @@ impl Inner {
         }
         drop(graphs);
 
+        for [pending, work] in again {
+            if jobs.stored(work.id()).await?.is_none() {
+                publish_once(self.jobs.bus(), vec![pending, work]).await?;
+            }
+        }
         if let Some(failure) = failure {
             // The states in it may differ from those of an earlier try: the first one counts.
             publish_once(self.jobs.bus(), vec![failure]).await?;
@@ -191,13 +219,14 @@ impl Inner {
         }
     }
 
-    /// The events that start a task.
+    /// The events that start a task, or the one that fails it because its input is too large for an event.
     async fn start(
         &self,
         graph: &mut JobGraph,
         number: usize,
         emitter: &Emitter,
-    ) -> Result<[Event; 2]> {
+    ) -> Result<Result<[Event; 2], Event>> {
+        let limit = self.jobs.bus().max_payload();
         self.fetch_outputs(graph, number, emitter.tenant()).await?;
         let spec = graph.graph.task(number);
         let parents = graph.graph.parents(number);
@@ -208,7 +237,7 @@ impl Inner {
                 let (output, event) = graph.nodes[*parent].output.clone()?;
                 Some((graph.graph.task(*parent).task_id.as_str(), (output, event)))
             });
-            merged(&spec.input, &outputs.collect::<BTreeMap<_, _>>())?
+            merged(&spec.input, &outputs.collect::<BTreeMap<_, _>>(), limit)?
         };
         let start = Start {
             task: &spec.task_id,
@@ -216,10 +245,35 @@ impl Inner {
             name: &spec.name,
             depends_on: Some(&spec.depends_on),
             input,
-            run: graph.nodes[number].fold.run + 1,
+            // It has not begun, or its first run was left without work.
+            run: graph.nodes[number].fold.run.max(1),
             at: None,
         };
-        start.events(emitter)
+        let [pending, work] = start.events(emitter)?;
+        let bytes = work.payload().len();
+        if bytes <= limit {
+            return Ok(Ok([pending, work]));
+        }
+        let failed = TaskFailed {
+            request_id: spec.task_id.clone(),
+            job_id: Some(graph.id.clone()),
+            error: format!(
+                "its input with the outputs of its parents has {bytes} bytes, the limit is {limit}"
+            ),
+            error_category: ErrorCategory::Validation,
+            retry_count: 0,
+            source: FailureSource::Worker,
+        };
+        let of_job = Some((graph.id.as_str(), graph.created_at));
+        let id = run_id(
+            emitter.tenant(),
+            of_job,
+            &spec.task_id,
+            start.run,
+            "Task Failed/too large",
+        );
+        let failed = emitter.event_of_run(&failed, Some(&graph.id), start.run);
+        Ok(Err(failed.id(id).build()?))
     }
 
     /// Reads the outputs of parents that completed before the graph was loaded.
@@ -235,19 +289,25 @@ impl Inner {
     }
 }
 
-/// The output of a task's last completed run.
+/// The output of a task's last completed run: that of the `Task Completed` which counts. A second worker that lost its
+/// lease may have completed the same run later.
 pub(crate) async fn output_of(
     jobs: &Jobs,
     tenant: &str,
     task: &str,
 ) -> Result<Option<(Output, EventId)>> {
-    let query = HistoryQuery::default()
-        .tenant(tenant)
-        .entity(TASK, task)
-        .types(Pattern::new(TaskCompleted::TYPE)?)
-        .limit(1);
-    let page = jobs.bus().history()?.query(query).await?;
-    let Some(record) = page.items.first() else {
+    let (mut fold, mut last) = (Fold::default(), None);
+    let jobs = jobs.for_tenant(tenant);
+    jobs.each_event_of_task(task, |record| {
+        if let Some(note) = Note::of(record)
+            && fold.apply(note.kind, note.run, note.cancels)
+            && fold.state == Some(TaskState::Completed)
+        {
+            last = Some(record.clone());
+        }
+    })
+    .await?;
+    let Some(record) = last else {
         return Ok(None);
     };
     let id = record.event.id();
@@ -259,7 +319,7 @@ pub(crate) async fn output_of(
 }
 
 /// What follows from an event, by the state of the job at its place or later.
-fn next(graph: &JobGraph, event: &Event, task: Option<&str>) -> Next {
+fn next(graph: &JobGraph, event: &Event, task: Option<&str>, place: u64) -> Next {
     let number = task.and_then(|task| graph.graph.number(task));
     match event.event_type() {
         JobCreated::TYPE | JobTasksAdded::TYPE => Next {
@@ -287,13 +347,34 @@ fn next(graph: &JobGraph, event: &Event, task: Option<&str>) -> Next {
             let run = run_of(event).unwrap_or(node.run.max(1));
             // A failure that came after the task had completed is not one.
             let counts = node.run > run || node.state == Some(TaskState::Failed);
+            // Of many failures the newest is told, with the states of all tasks: one event for each would be as large.
+            let newest = graph.last_failed <= place;
             Next {
-                failed: counts.then_some((number, run)),
+                failed: (counts && newest).then_some((number, run)),
                 ..Next::default()
             }
         }
         _ => Next::default(),
     }
+}
+
+/// Tasks that this event may have left with `Task Pending` and without their work, when it was handled before: not
+/// every engine stores both in one step.
+fn maybe_half_started(graph: &JobGraph, event: &Event, about: &About) -> Vec<usize> {
+    let candidates = match event.event_type() {
+        JobCreated::TYPE | JobTasksAdded::TYPE => {
+            let first = about.previous_total_tasks.unwrap_or(0);
+            (first..graph.graph.len()).collect()
+        }
+        TaskCompleted::TYPE => {
+            let task = about.request_id.as_deref();
+            let number = task.and_then(|task| graph.graph.number(task));
+            number.map_or_else(Vec::new, |number| graph.graph.children(number).to_vec())
+        }
+        _ => Vec::new(),
+    };
+    let pending = |number: &usize| graph.nodes[*number].fold.state == Some(TaskState::Pending);
+    candidates.into_iter().filter(pending).collect()
 }
 
 fn completed(graph: &JobGraph, emitter: &Emitter) -> Result<Event> {

@@ -10,7 +10,7 @@ use super::{Index, failed, read_cursor, to_sql};
 use crate::DEFAULT_TENANT;
 use crate::events::{JobCreated, JobTasksAdded, Json, TaskSpec, TaskState};
 use crate::graph::Graph;
-use crate::state::Note;
+use crate::state::{Kind, Note};
 
 impl Index {
     /// Applies the events between two cursors, unless another process did.
@@ -175,6 +175,25 @@ pub(super) fn taken(
     Ok(None)
 }
 
+impl Index {
+    /// Whether all these tasks belong to the job.
+    pub(crate) fn belong(&self, tenant: &str, job: &str, tasks: &[TaskSpec]) -> Result<bool> {
+        let reading = |e| failed("reading the index", e);
+        let conn = self.conn.lock();
+        let sql = "SELECT 1 FROM tasks WHERE tenant = ?1 AND id = ?2 AND job = ?3";
+        let mut find = conn.prepare_cached(sql).map_err(reading)?;
+        for task in tasks {
+            if !find
+                .exists(params![tenant, task.task_id, job])
+                .map_err(reading)?
+            {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+}
+
 fn insert_tasks(
     conn: &Connection,
     tenant: &str,
@@ -193,9 +212,10 @@ fn insert_tasks(
 fn task_event(conn: &Connection, tenant: &str, note: &Note) -> rusqlite::Result<()> {
     let known = read_task(conn, tenant, &note.task)?;
     let mut task = known.clone().unwrap_or_default();
-    // Tasks belong to the job that the index has for them. An event that names another one does not move them.
+    // Tasks belong to the job that the index has for them. An event that names another one, or none, is about another
+    // task of the same id, which came too late. Heartbeats name no job.
     let job = known.as_ref().and_then(|task| task.job_id.clone());
-    if known.is_some() && job.is_some() && note.job.is_some() && note.job != job {
+    if job.is_some() && note.job != job && note.kind != Kind::Heartbeat {
         return Ok(());
     }
     let before = task.state;

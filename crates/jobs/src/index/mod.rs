@@ -27,6 +27,8 @@ pub use query::{JobRow, JobState, TaskFilter};
 
 /// Another layout is built from the events again.
 const LAYOUT: i64 = 1;
+/// Says in the header of the file that it is an index of tasks: `Task`.
+const APPLICATION: u32 = 0x5461_736b;
 /// Events per transaction.
 const BATCH: usize = 2_000;
 
@@ -80,17 +82,21 @@ impl Index {
         Self::prepare(conn, None)
     }
 
-    /// An index in a file of its own, which is created if it is not there. A file that cannot be read is replaced.
+    /// An index in a file of its own, which is created if it is not there. An index that is damaged is replaced. Any
+    /// other file is refused: `InvalidSetting` if it is another database, `Corrupt` if it is none.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let opened = Self::open_file(path).or_else(|_| {
+        let opened = Self::open_file(path).or_else(|error| {
+            if error.code() != Code::Corrupt || !is_index(path) {
+                return Err(error);
+            }
             remove_files(path);
             Self::open_file(path)
         });
         opened.map_err(|error| {
             let what = format!("the index of tasks {} cannot be opened", path.display());
             Error::new(error.code(), what)
-                .hint("it is built from the events: choose another place for it, or delete it")
+                .hint("an index has a file of its own, which is built from the events: choose another place for it, or delete it if it is an index")
                 .caused_by(error)
         })
     }
@@ -100,6 +106,8 @@ impl Index {
         let conn = Connection::open(path).map_err(opening)?;
         conn.busy_timeout(Duration::from_secs(10))
             .map_err(opening)?;
+        // Before anything is changed.
+        check_own(&conn)?;
         conn.pragma_update(None, "journal_mode", "WAL")
             .map_err(opening)?;
         conn.pragma_update(None, "synchronous", "NORMAL")
@@ -112,12 +120,14 @@ impl Index {
         let layout: i64 = conn
             .pragma_query_value(None, "user_version", |row| row.get(0))
             .map_err(opening)?;
+        let made = format!(
+            "{SCHEMA}PRAGMA application_id = {APPLICATION};PRAGMA user_version = {LAYOUT};COMMIT;"
+        );
         let sql = match layout {
             LAYOUT => String::new(),
-            0 => format!("BEGIN IMMEDIATE;{SCHEMA}PRAGMA user_version = {LAYOUT};COMMIT;"),
+            0 => format!("BEGIN IMMEDIATE;{made}"),
             _ => format!(
-                "BEGIN IMMEDIATE;DROP TABLE IF EXISTS meta;DROP TABLE IF EXISTS jobs;DROP TABLE IF EXISTS tasks;\
-                 {SCHEMA}PRAGMA user_version = {LAYOUT};COMMIT;"
+                "BEGIN IMMEDIATE;DROP TABLE IF EXISTS meta;DROP TABLE IF EXISTS jobs;DROP TABLE IF EXISTS tasks;{made}"
             ),
         };
         conn.execute_batch(&sql).map_err(opening)?;
@@ -241,6 +251,36 @@ pub(crate) fn patterns() -> Result<Vec<Pattern>> {
         JobTasksAdded::TYPE,
     ];
     types.into_iter().map(Pattern::new).collect()
+}
+
+/// Refuses a database of another program: it may have tables of the same names.
+fn check_own(conn: &Connection) -> Result<()> {
+    let opening = |e| failed("opening the index", e);
+    let application: u32 = conn
+        .pragma_query_value(None, "application_id", |row| row.get(0))
+        .map_err(opening)?;
+    if application == APPLICATION {
+        return Ok(());
+    }
+    let sql = "SELECT count(*) FROM sqlite_schema";
+    let tables: i64 = conn.query_row(sql, [], |row| row.get(0)).map_err(opening)?;
+    if application == 0 && tables == 0 {
+        return Ok(());
+    }
+    Err(Error::new(
+        Code::InvalidSetting,
+        "the file is the database of another program, not an index of tasks",
+    ))
+}
+
+/// Whether the header of a file says that it is an index of tasks.
+fn is_index(path: &Path) -> bool {
+    use std::io::Read as _;
+    let mut header = [0; 72];
+    let read = std::fs::File::open(path).and_then(|mut file| file.read_exact(&mut header));
+    read.is_ok()
+        && header.starts_with(b"SQLite format 3")
+        && header[68..] == APPLICATION.to_be_bytes()
 }
 
 fn remove_files(path: &Path) {

@@ -13,7 +13,7 @@ mod stored;
 pub use cron::CronTimes;
 pub(crate) use run::once;
 pub use run::{RUN_TYPE, ScheduleRan, Scheduler, Tick};
-pub use stored::{Action, CHANGED_TYPE, Schedules, StoredSchedule};
+pub use stored::{Action, CHANGED_TYPE, HEALTH_CHECK, Schedules, StoredSchedule};
 
 use serde::{Deserialize, Serialize};
 

@@ -11,12 +11,14 @@ use everbus::{
     Code, Event, EventBuilder, EventId, HistoryQuery, Pattern, Result, Timestamp, TypedEvent,
 };
 use serde::{Deserialize, Serialize};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 
 use super::cron::default_timeout;
 use super::{Action, CronTimes, Missed, SCHEDULE, Schedules, StoredSchedule};
-use crate::events::{Json, TASK, TaskCompleted, TaskFailed, TaskPending, TaskTimeout, Work};
+use crate::events::{Json, TaskPending, TaskState, Work};
 use crate::ids::Parts;
+use crate::state::TaskStatus;
+use crate::work::run_id;
 use crate::worker::{ATTEMPTS, TIMEOUT};
 use crate::{Jobs, Origin, WORK};
 
@@ -29,6 +31,8 @@ const LOOK: Duration = Duration::from_secs(5);
 const LATE: Duration = Duration::from_secs(60);
 /// The newest missed ticks that [`Missed::All`] runs.
 const MOST_MISSED: usize = 100;
+/// Runs in which the last task of a schedule is looked for. Each names it, but those that failed.
+const LAST_RUNS: usize = 50;
 /// A turn outlives its time limit by this much: the process must still write how it ended.
 const MARGIN: Duration = Duration::from_secs(10);
 /// How long runs have to end when the scheduler stops.
@@ -70,7 +74,7 @@ pub struct ScheduleRan {
     pub tick: Timestamp,
     /// How long the run took.
     pub duration_ms: u64,
-    /// The task that it submitted.
+    /// The task that it submitted, or the one that has not ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
     /// Why it did nothing.
@@ -136,6 +140,8 @@ pub struct Scheduler {
     stored: Option<Schedules>,
     /// The last tick of each schedule that this process knows to be taken.
     known: BTreeMap<String, Timestamp>,
+    /// The last run of each schedule that this process began.
+    begun: BTreeMap<String, AbortHandle>,
     running: JoinSet<()>,
 }
 
@@ -148,6 +154,7 @@ impl Scheduler {
             own: Vec::new(),
             stored: None,
             known: BTreeMap::new(),
+            begun: BTreeMap::new(),
             running: JoinSet::new(),
         }
     }
@@ -222,8 +229,10 @@ impl Scheduler {
         let mut next = None::<Timestamp>;
         for entry in self.entries().await? {
             let now = self.jobs.now();
-            for tick in self.due(&entry, now).await? {
-                self.begin(&entry, tick).await?;
+            let begun = self.begun.get(&entry.name);
+            if !begun.is_some_and(|run| !run.is_finished()) {
+                let due = self.due(&entry, now).await?;
+                self.begin(&entry, due).await?;
             }
             let coming = entry.times.next_after(now);
             next = next.into_iter().chain(coming).min();
@@ -262,9 +271,15 @@ impl Scheduler {
 
     /// The ticks that are to run now, oldest first.
     async fn due(&mut self, entry: &Entry, now: Timestamp) -> Result<Vec<Timestamp>> {
-        let Some(newest) = entry.times.last_at(now).filter(|tick| *tick > entry.since) else {
+        let Some(newest) = entry.times.last_at(now) else {
             return Ok(Vec::new());
         };
+        // A function is there since the process began; ticks that were missed before are its own as well. Which was
+        // the last one, the record of the duty says.
+        let makes_up = matches!(entry.work, Doing::Function(_)) && entry.missed != Missed::Skip;
+        if newest <= entry.since && !makes_up {
+            return Ok(Vec::new());
+        }
         if self
             .known
             .get(&entry.name)
@@ -273,7 +288,11 @@ impl Scheduler {
             return Ok(Vec::new());
         }
         let state = self.duty(&entry.name)?.state().await?;
-        let last = state.map_or(entry.since, |state| state.turn.max(entry.since));
+        let last = match state {
+            Some(state) if makes_up => state.turn,
+            Some(state) => state.turn.max(entry.since),
+            None => entry.since,
+        };
         let ticks = match entry.missed {
             Missed::All => entry.times.between(last, now, MOST_MISSED),
             _ => Vec::from_iter((newest > last).then_some(newest)),
@@ -292,49 +311,78 @@ impl Scheduler {
         Duty::of(self.jobs.bus().engine(), key, &*self.owner)
     }
 
-    /// Takes a tick and runs it beside the others.
-    async fn begin(&mut self, entry: &Entry, at: Timestamp) -> Result<()> {
-        let interval = entry.times.interval(at).unwrap_or(LATE);
-        let timeout = entry.timeout.unwrap_or_else(|| default_timeout(interval));
-        let clock = self.jobs.clock();
+    /// Takes ticks and runs them beside other schedules, one after another.
+    async fn begin(&mut self, entry: &Entry, ticks: Vec<Timestamp>) -> Result<()> {
+        let mut ticks = ticks.into_iter();
+        let Some(first) = ticks.next() else {
+            return Ok(());
+        };
         let duty = self.duty(&entry.name)?;
-        let turn = match duty.take(at, timeout + MARGIN, &*clock).await? {
-            Taken::Yes(turn) => turn,
-            Taken::Done(_) => {
-                self.known.insert(entry.name.clone(), at);
+        let mut taken = match take(&self.jobs, entry, &duty, first).await? {
+            Some(taken) => Some(taken),
+            None if duty.state().await?.is_some_and(|state| state.turn >= first) => {
+                self.known.insert(entry.name.clone(), first);
                 return Ok(());
             }
-            Taken::Busy(state) => {
-                tracing::warn!(
-                    target: "everbus::schedule",
-                    schedule = entry.name,
-                    tick = %at,
-                    owner = state.owner,
-                    "a tick waits: the one before has not ended"
-                );
-                return Ok(());
-            }
+            None => return Ok(()),
         };
-        self.known.insert(entry.name.clone(), at);
-        let run = Run {
-            jobs: self.jobs.clone(),
-            entry: entry.clone(),
-            tick: Tick {
-                schedule: entry.name.clone(),
-                at,
-                token: turn.token(),
-            },
-            timeout,
-        };
-        match entry.missed {
-            // One after another.
-            Missed::All => run.carry_out(turn).await,
-            _ => {
-                self.running.spawn(run.carry_out(turn));
-            }
+        if ticks.len() == 0 {
+            self.known.insert(entry.name.clone(), first);
         }
+        let (jobs, of) = (self.jobs.clone(), entry.clone());
+        let running = self.running.spawn(async move {
+            while let Some((run, turn)) = taken {
+                run.carry_out(turn).await;
+                let Some(tick) = ticks.next() else {
+                    return;
+                };
+                // Not taken: another process makes up for the rest, or this one with its next look.
+                taken = take(&jobs, &of, &duty, tick).await.unwrap_or_else(|error| {
+                    tracing::warn!(target: "everbus::schedule", schedule = of.name, %tick, %error, "a missed tick could not be taken");
+                    None
+                });
+            }
+        });
+        self.begun.insert(entry.name.clone(), running);
         Ok(())
     }
+}
+
+/// Takes a tick; `None` if it was taken before, or the one before has not ended.
+async fn take(
+    jobs: &Jobs,
+    entry: &Entry,
+    duty: &Duty,
+    at: Timestamp,
+) -> Result<Option<(Run, Turn)>> {
+    let interval = entry.times.interval(at).unwrap_or(LATE);
+    let timeout = entry.timeout.unwrap_or_else(|| default_timeout(interval));
+    let clock = jobs.clock();
+    let turn = match duty.take(at, timeout + MARGIN, &*clock).await? {
+        Taken::Yes(turn) => turn,
+        Taken::Done(_) => return Ok(None),
+        Taken::Busy(state) => {
+            tracing::warn!(
+                target: "everbus::schedule",
+                schedule = entry.name,
+                tick = %at,
+                owner = state.owner,
+                "a tick waits: the one before has not ended"
+            );
+            return Ok(None);
+        }
+    };
+    let run = Run {
+        jobs: jobs.clone(),
+        entry: entry.clone(),
+        tick: Tick {
+            schedule: entry.name.clone(),
+            at,
+            token: turn.token(),
+        },
+        timeout,
+    };
+    Ok(Some((run, turn)))
 }
 
 impl std::fmt::Debug for Scheduler {
@@ -429,12 +477,13 @@ impl Run {
     async fn submit(&self, name: &str, input: &Json) -> Result<Done> {
         let jobs = self.jobs.of(&self.event(WORK).build()?);
         if let Some(request_id) = self.unfinished(&jobs).await? {
+            // Named again, so that the next tick finds it.
             return Ok(Done {
                 skipped: Some(format!("the task {request_id} has not ended")),
-                request_id: None,
+                request_id: Some(request_id),
             });
         }
-        let request_id = format!("{}.{}", self.tick.schedule, self.tick.at);
+        let request_id = self.task_of(self.tick.at);
         let emitter = jobs.emitter(Origin::Producer);
         let pending = TaskPending {
             request_id: request_id.clone(),
@@ -448,16 +497,8 @@ impl Run {
             name: name.to_owned(),
             input: input.clone(),
         };
-        let id = |event_type| {
-            let parts = Parts {
-                tenant: jobs.tenant(),
-                job: "",
-                task: &request_id,
-                run: 1,
-                event_type,
-            };
-            parts.at(Some(self.tick.at))
-        };
+        // As for every other task: `task retry` finds the work by its id.
+        let id = |event_type| run_id(jobs.tenant(), None, &request_id, 1, event_type);
         let events = [
             emitter
                 .event_of_run(&pending, None, 1)
@@ -465,6 +506,7 @@ impl Run {
             emitter
                 .event_of_run(&work, None, 1)
                 .id(id(WORK))
+                .key(format!("TASK#{request_id}"))
                 .meta(ATTEMPTS, "1")
                 .meta(TIMEOUT, self.timeout.as_millis().to_string()),
         ];
@@ -475,12 +517,17 @@ impl Run {
         })
     }
 
+    /// The id of the task of a tick.
+    fn task_of(&self, tick: Timestamp) -> String {
+        format!("{}.{tick}", self.tick.schedule)
+    }
+
     /// The task of an earlier tick that has not ended.
     async fn unfinished(&self, jobs: &Jobs) -> Result<Option<String>> {
         let query = HistoryQuery::default()
             .entity(SCHEDULE, &self.tick.schedule)
             .types(RUN_TYPE.parse::<Pattern>()?)
-            .limit(50);
+            .limit(LAST_RUNS);
         let query = match &self.tenant() {
             Some(tenant) => query.tenant(tenant),
             None => query,
@@ -488,18 +535,18 @@ impl Run {
         let page = jobs.bus().history()?.query(query).await?;
         let mut runs = page.items.iter();
         let last = runs.find_map(|record| record.event.json::<ScheduleRan>().ok()?.request_id);
-        let Some(request_id) = last else {
-            return Ok(None);
-        };
-        let query = HistoryQuery::default()
-            .tenant(jobs.tenant())
-            .entity(TASK, &request_id)
-            .limit(1);
-        let page = jobs.bus().history()?.query(query).await?;
-        let ends = [TaskCompleted::TYPE, TaskFailed::TYPE, TaskTimeout::TYPE];
-        let ended = |event: &Event| ends.contains(&event.event_type());
-        let going_on = page.items.first().is_some_and(|last| !ended(&last.event));
-        Ok(going_on.then_some(request_id))
+        // The process of the tick before may have died after it submitted the task.
+        let before = self.tick.at.minus(Duration::from_micros(1));
+        let before = self.entry.times.last_at(before);
+        let before = before.map(|tick| self.task_of(tick));
+        for request_id in last.into_iter().chain(before) {
+            let task = jobs.task(&request_id).await?;
+            let ended = |task: TaskStatus| task.state.is_none_or(TaskState::is_terminal);
+            if !task.is_none_or(ended) {
+                return Ok(Some(request_id));
+            }
+        }
+        Ok(None)
     }
 
     fn tenant(&self) -> Option<String> {

@@ -17,6 +17,9 @@ const KEY: &str = "all";
 /// How often a value that another process changed at the same time is read again.
 const TRIES: usize = 8;
 
+/// The name of the health check that `everbus schedule run` has beside the stored schedules.
+pub const HEALTH_CHECK: &str = "health-check";
+
 type All = BTreeMap<String, StoredSchedule>;
 
 /// The type of the event that a schedule was added, changed or removed.
@@ -92,6 +95,12 @@ impl StoredSchedule {
             return Err(
                 Error::new(Code::InvalidSetting, what).hint("1 to 100 letters, digits, - and _")
             );
+        }
+        if self.name == HEALTH_CHECK {
+            let what =
+                format!("{HEALTH_CHECK} is the name of a schedule of `everbus schedule run`");
+            return Err(Error::new(Code::InvalidSetting, what)
+                .hint("choose another name: schedules of one name share their ticks"));
         }
         let times = self.times()?;
         let Some(next) = times.next_after(now) else {

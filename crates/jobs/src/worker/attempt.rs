@@ -1,13 +1,15 @@
 //! One attempt at one task: from the work message to the event that says how it ended.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
 use everbus::core::FailureKind;
 use everbus::{
-    Context, Event, EventBuilder, HandlerError, LeaseExtension, Message, Outcome, Timestamp, skip,
+    Context, Event, EventBuilder, EventId, HandlerError, LeaseExtension, Message, Outcome,
+    Timestamp, skip,
 };
+use parking_lot::Mutex;
 use serde_json::json;
 use tokio::time::Instant;
 
@@ -26,6 +28,8 @@ use crate::{Emitter, Jobs, Origin, WorkItem};
 const CRASHES: usize = 3;
 /// The time limit of the bus lies beyond that of the task by this much: the worker ends the task itself.
 const MARGIN: Duration = Duration::from_secs(60);
+/// The pause before a task of an unknown name goes to the next worker.
+const UNKNOWN_PAUSE: Duration = Duration::from_secs(1);
 /// The metadata key of what is known about a child that has ended.
 pub(crate) const DETAILS: &str = "worker";
 
@@ -41,6 +45,10 @@ pub(super) struct Runner {
     pub(super) timeout: Duration,
     pub(super) finish: Duration,
     pub(super) cancellations: Cancellations,
+    /// How long a task of an unknown name is left to other workers.
+    pub(super) patience: Duration,
+    /// Work of unknown names, and when it came first.
+    pub(super) unknown: Mutex<HashMap<EventId, Instant>>,
 }
 
 /// What runs: a child, or a function.
@@ -104,17 +112,18 @@ impl Runner {
         let emitter = jobs.emitter(Origin::Worker).worker(&self.emitter_id);
         if self
             .cancellations
-            .is_cancelled(&jobs, &item, message.received_at())
+            .is_cancelled(&jobs, &item, message)
             .await?
         {
-            return Err(skip("the task was cancelled"));
+            return Err(skip("the task was cancelled, or has been started again"));
         }
+        let limits = self.limits(event, &item.work.name);
         let attempt = Attempt {
             runner: self,
             item,
             emitter,
             context,
-            limits: self.limits(event),
+            limits,
             max_attempts: number(event, ATTEMPTS).map_or(context.max_attempts(), |wanted| {
                 context
                     .max_attempts()
@@ -122,14 +131,64 @@ impl Runner {
             }),
         };
         if let Some(crashes) = crashes(context) {
-            return Err(attempt.crashed(crashes));
+            let error = format!("{crashes} workers died while they ran this task");
+            return Err(attempt.used_up(error));
+        }
+        if number(event, ATTEMPTS).is_some() && context.attempt() > attempt.max_attempts {
+            // The last attempt ended with its worker or its lease. The bus knows only its own number of attempts.
+            let most = attempt.max_attempts;
+            let error = format!("its worker died or lost the task, which has {most} attempts");
+            return Err(attempt.used_up(error));
+        }
+        if !self.knows(&attempt.item.work.name) {
+            return self.leave_to_others(&attempt, message).await;
         }
         attempt.run().await
     }
 
+    /// The function for tasks of a name.
+    fn handler(&self, name: &str) -> Option<&TaskHandler> {
+        self.handlers.get(name).or(self.any.as_ref())
+    }
+
+    /// Whether tasks of this name can run here.
+    fn knows(&self, name: &str) -> bool {
+        self.command.is_some() || self.handler(name).is_some()
+    }
+
+    /// Gives back a task that has no handler here: another worker may have one. No attempt is counted. A task that
+    /// comes again and again for some time fails.
+    async fn leave_to_others(
+        &self,
+        attempt: &Attempt<'_>,
+        message: &Message,
+    ) -> Result<Outcome, HandlerError> {
+        let name = &attempt.item.work.name;
+        let known: Vec<&str> = self.handlers.keys().map(String::as_str).collect();
+        let known = known.join(", ");
+        let error = format!("this worker has no handler for {name:?}; it has {known}");
+        let now = Instant::now();
+        let first = {
+            let mut unknown = self.unknown.lock();
+            unknown.retain(|_, first| now.duration_since(*first) < 2 * self.patience);
+            *unknown.entry(message.event().id()).or_insert(now)
+        };
+        if now.duration_since(first) >= self.patience {
+            self.unknown.lock().remove(&message.event().id());
+            return Err(attempt.used_up(error));
+        }
+        // The next worker gets it after a pause: this one may be alone.
+        tokio::select! {
+            () = attempt.context.shutting_down() => {}
+            () = tokio::time::sleep((self.patience / 10).min(UNKNOWN_PAUSE)) => {}
+        }
+        Err(HandlerError::give_back(error))
+    }
+
     /// The limits of an attempt: a work message may ask for less time.
-    fn limits(&self, event: &Event) -> ChildLimits {
+    fn limits(&self, event: &Event, name: &str) -> ChildLimits {
         let command = self.command.as_ref();
+        let command = command.filter(|_| self.handler(name).is_none());
         let mut limits = command.map_or_else(
             || ChildLimits::default().timeout(self.timeout),
             |command| command.child_limits(),
@@ -223,14 +282,7 @@ impl Attempt<'_> {
     /// Starts the work, or says why it cannot be started.
     fn begin(&self, started: Instant) -> Result<Work, End> {
         let work = &self.item.work;
-        let handler = self.runner.handlers.get(&work.name);
-        let handler = handler.or_else(|| {
-            self.runner
-                .any
-                .as_ref()
-                .filter(|_| self.runner.command.is_none())
-        });
-        if let Some(handler) = handler {
+        if let Some(handler) = self.runner.handler(&work.name) {
             let reports = Arc::new(Reports::default());
             let task = Task {
                 request_id: work.request_id.clone(),
@@ -247,15 +299,9 @@ impl Attempt<'_> {
             });
         }
         let Some(command) = &self.runner.command else {
-            let known: Vec<&str> = self.runner.handlers.keys().map(String::as_str).collect();
             return Err(End::Failed {
-                // Another worker may know it.
                 category: ErrorCategory::ServerError,
-                error: format!(
-                    "this worker has no handler for {:?}; it has {}",
-                    work.name,
-                    known.join(", ")
-                ),
+                error: format!("this worker has no handler for {:?}", work.name),
             });
         };
         let variables = [
@@ -381,9 +427,8 @@ impl Attempt<'_> {
         }
     }
 
-    /// The task has ended the process of its worker too often.
-    fn crashed(&self, crashes: usize) -> HandlerError {
-        let error = format!("{crashes} workers died while they ran this task");
+    /// No attempt is left for the task.
+    fn used_up(&self, error: String) -> HandlerError {
         let event = self.failed(
             error.clone(),
             ErrorCategory::ServerError,

@@ -1,21 +1,18 @@
 //! Which runs of tasks were cancelled. Each worker process watches the cancels itself: a cancelled task must not
 //! start, and a running one is stopped.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use everbus::{Event, HistoryQuery, Pattern, Result, Timestamp, TypedEvent};
+use everbus::{Cursor, Event, Message, Result, TypedEvent};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::events::{ErrorCategory, TASK, TaskFailed};
+use crate::events::{ErrorCategory, TaskFailed};
 use crate::{Emitter, Jobs, WorkItem, run_of};
 
-/// When more cancels are known than this, they are forgotten, and work that is older is looked up.
+/// When more cancels are known than this, the older half is forgotten, and work that is older is looked up.
 const MOST_KNOWN: usize = 100_000;
-
-/// How many failures of a task are looked at. Each run of a task has one.
-const FAILURES: usize = 100;
 
 /// The cancels that a worker knows.
 #[derive(Clone, Debug)]
@@ -26,9 +23,11 @@ pub(super) struct Cancellations {
 
 #[derive(Debug)]
 struct Known {
-    /// All cancels since then are in `runs`.
-    since: Timestamp,
-    runs: HashSet<Run>,
+    /// Every cancel after this place of the log is in `runs`. Places are compared, not times: clocks differ.
+    since: Cursor,
+    /// The cancelled runs, each with the number of its last cancel.
+    runs: HashMap<Run, u64>,
+    last: u64,
 }
 
 /// Tenant, task and run number.
@@ -38,8 +37,9 @@ impl Cancellations {
     /// Begins to watch.
     pub(super) async fn watch(jobs: &Jobs) -> Result<Self> {
         let known = Known {
-            since: jobs.now(),
-            runs: HashSet::new(),
+            since: Cursor::START,
+            runs: HashMap::new(),
+            last: 0,
         };
         let this = Self {
             known: Arc::new(Mutex::new(known)),
@@ -50,56 +50,75 @@ impl Cancellations {
             .subscribe(TaskFailed::TYPE)
             .ephemeral()
             .name("cancels")
-            .handler(move |message: everbus::Message| {
+            .handler(move |message: Message| {
                 let (told, jobs) = (told.clone(), jobs_of.clone());
-                async move { told.tell(&jobs, message.event()) }
+                async move {
+                    told.tell(&jobs, message.event()).await?;
+                    everbus::handled()
+                }
             })
             .await?;
         // Only from now on all of them are heard.
-        this.known.lock().since = jobs.now();
+        let head = jobs.bus().log()?.head().await?;
+        this.known.lock().since = head;
         Ok(this)
     }
 
-    fn tell(&self, jobs: &Jobs, event: &Event) {
+    async fn tell(&self, jobs: &Jobs, event: &Event) -> Result<()> {
         let Some((task, run)) = cancelled(event) else {
-            return;
+            return Ok(());
         };
-        let mut known = self.known.lock();
-        if known.runs.len() >= MOST_KNOWN {
-            known.runs.clear();
-            known.since = jobs.now();
+        if self.known.lock().runs.len() >= MOST_KNOWN {
+            let head = jobs.bus().log()?.head().await?;
+            let mut known = self.known.lock();
+            let old = known.last - MOST_KNOWN as u64 / 2;
+            known.runs.retain(|_, number| *number > old);
+            known.since = head;
         }
         let tenant = jobs.of(event).tenant().to_owned();
-        known.runs.insert((tenant, task, run));
+        let mut known = self.known.lock();
+        known.last += 1;
+        let number = known.last;
+        known.runs.insert((tenant, task, run), number);
         drop(known);
         self.changed.send_replace(());
+        Ok(())
     }
 
-    /// Whether the task was cancelled before its work is begun. A cancel that is published in this moment may be
-    /// missed here; [`wait`](Self::wait) then returns at once.
+    /// Whether the task was cancelled before its work is begun, or a later run has taken its place. A cancel that is
+    /// published in this moment may be missed here; [`wait`](Self::wait) then returns at once.
     pub(super) async fn is_cancelled(
         &self,
         jobs: &Jobs,
         item: &WorkItem,
-        received_at: Timestamp,
+        message: &Message,
     ) -> Result<bool> {
-        {
+        let key = key(jobs.tenant(), item);
+        // A store beside the broker has its own places, and may be behind.
+        let beside = jobs.bus().engine().background.is_some();
+        let heard = {
             let known = self.known.lock();
-            if known.runs.contains(&key(jobs.tenant(), item)) {
+            let heard = known.runs.get(&key).copied();
+            if heard.is_some() && beside {
                 return Ok(true);
             }
-            if received_at > known.since {
+            if heard.is_none() && !beside && !known.since.covers(message.position()) {
                 return Ok(false);
             }
+            heard
+        };
+        // The state decides: a cancel that came after the end of the run says nothing about a later delivery of it.
+        let task = jobs.task(&item.work.request_id).await?;
+        let is_over = task
+            .is_some_and(|task| task.run > item.run || (task.cancelled && task.run == item.run));
+        if !is_over && let Some(heard) = heard {
+            let mut known = self.known.lock();
+            // Unless there was another one meanwhile.
+            if known.runs.get(&key) == Some(&heard) {
+                known.runs.remove(&key);
+            }
         }
-        let query = HistoryQuery::default()
-            .tenant(jobs.tenant())
-            .entity(TASK, &item.work.request_id)
-            .types(TaskFailed::TYPE.parse::<Pattern>()?)
-            .limit(FAILURES);
-        let page = jobs.bus().history()?.query(query).await?;
-        let mut failures = page.items.iter();
-        Ok(failures.any(|record| cancelled(&record.event).is_some_and(|(_, run)| run == item.run)))
+        Ok(is_over)
     }
 
     /// Waits until this run of the task is cancelled.
@@ -107,7 +126,7 @@ impl Cancellations {
         let key = key(emitter.tenant(), item);
         let mut changed = self.changed.subscribe();
         loop {
-            if self.known.lock().runs.contains(&key) {
+            if self.known.lock().runs.contains_key(&key) {
                 return;
             }
             if changed.changed().await.is_err() {

@@ -50,6 +50,9 @@ const HEARTBEATS_IN_LEASE: u32 = 3;
 /// How long running tasks have to end after a shutdown began, before they are stopped and given back.
 const FINISH: Duration = Duration::from_secs(20);
 
+/// How long a task of an unknown name is left to other workers.
+const PATIENCE: Duration = Duration::from_secs(300);
+
 /// A worker in the making. [`mount`](Self::mount) subscribes it to the work of the bus.
 ///
 /// ```
@@ -82,6 +85,7 @@ pub struct Worker {
     heartbeat: Duration,
     timeout: Duration,
     finish: Duration,
+    patience: Duration,
     retry: Option<RetryPolicy>,
 }
 
@@ -99,6 +103,7 @@ impl Worker {
             heartbeat: HEARTBEAT,
             timeout: child::ChildLimits::default().timeout,
             finish: FINISH,
+            patience: PATIENCE,
             retry: None,
         }
     }
@@ -168,6 +173,13 @@ impl Worker {
         self
     }
 
+    /// How long a task whose name has no handler here is left to other workers before it fails (5 minutes). No
+    /// attempt is counted meanwhile.
+    pub fn leave_unknown_for(mut self, time: Duration) -> Self {
+        self.patience = time;
+        self
+    }
+
     /// How often and when failed tasks are tried again; by default as the bus does it: four attempts.
     pub fn retry(mut self, policy: RetryPolicy) -> Self {
         self.retry = Some(policy);
@@ -181,6 +193,12 @@ impl Worker {
                 Error::new(Code::InvalidSetting, "a worker without anything to run")
                     .hint("give it a command or a handler"),
             );
+        }
+        if self.command.is_some() && self.any.is_some() {
+            let what = "a worker with a command and a function for every name";
+            return Err(Error::new(Code::InvalidSetting, what).hint(
+                "leave one of them out: handlers for single names may stand beside a command",
+            ));
         }
         if self.heartbeat < Duration::from_millis(100) {
             let what = format!("a heartbeat every {:?}", self.heartbeat);
@@ -202,6 +220,8 @@ impl Worker {
             timeout: self.timeout,
             finish: self.finish,
             cancellations,
+            patience: self.patience,
+            unknown: parking_lot::Mutex::default(),
         });
         let mut subscription = bus
             .subscribe(WORK)

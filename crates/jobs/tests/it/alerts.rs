@@ -341,3 +341,23 @@ async fn a_webhook_to_a_private_address_is_refused_also_behind_a_name() {
     assert!(error.contains("not a public address"), "{error}");
     assert!(server.got.lock().is_empty());
 }
+
+#[tokio::test]
+async fn a_webhook_that_is_down_does_not_repeat_alerts_to_the_others() {
+    let (bus, jobs) = bus().await;
+    let (up, down) = (Server::start().await, Server::start().await);
+    down.answers
+        .lock()
+        .extend(["503 Service Unavailable", "503 Service Unavailable"]);
+    alerts(&jobs, Target::Slack(up.client()))
+        .to(Target::Json(down.client()))
+        .mount()
+        .await
+        .unwrap();
+    failing_group(&bus, "order.*", "billing").await;
+    bus.start().await.unwrap();
+    bus.publish(("order.placed", 1)).await.unwrap();
+    down.received(1).await;
+    assert_eq!(up.got.lock().len(), 1);
+    bus.shutdown().await.unwrap();
+}

@@ -126,3 +126,23 @@ async fn a_scheduled_check_is_published_once_per_tick() {
     let report = stage.jobs.health(&Thresholds::default()).await.unwrap();
     assert_eq!(report.waiting[0].request_id, "req-waiting");
 }
+
+// conformance: workflow/health-states: a task with a delayed start waits for a worker only once it is due
+#[tokio::test]
+async fn a_delayed_task_does_not_wait_before_it_is_due() {
+    let stage = Stage::new().await;
+    let hour = 3600 * SECOND;
+    let task = NewTask {
+        at: Some(stage.clock.now().plus(24 * hour)),
+        ..NewTask::new("scrape", Json::empty()).id("tomorrow")
+    };
+    stage.jobs.submit(task).await.unwrap();
+    let waiting = async || {
+        let report = stage.jobs.health(&Thresholds::default()).await.unwrap();
+        report.waiting.len()
+    };
+    stage.clock.advance(hour);
+    assert_eq!(waiting().await, 0);
+    stage.clock.advance(23 * hour + 901 * SECOND);
+    assert_eq!(waiting().await, 1);
+}

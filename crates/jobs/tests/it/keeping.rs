@@ -79,3 +79,39 @@ async fn the_events_of_a_failed_job_stay_until_it_has_completed() {
     assert_eq!(events_of::<TaskPending>(&jobs).await.len(), 0);
     jobs.bus().shutdown().await.unwrap();
 }
+
+// conformance: workflow/job-retention: events of a completed job stay from the moment on at which tasks are added to it or run again
+#[tokio::test(flavor = "multi_thread")]
+async fn a_completed_job_that_goes_on_is_kept_again() {
+    let clock = ManualClock::new(Timestamp::from_micros(1_800_000_000_000_000));
+    let bus = Bus::builder()
+        .clock(clock.clone())
+        .keep_everything()
+        .open("memory:")
+        .await
+        .unwrap();
+    let jobs = Jobs::builder().clock(clock.clone()).open(bus).unwrap();
+    running(&jobs).await;
+    jobs.submit_job(job("old", vec![task("x", &[])]))
+        .await
+        .unwrap();
+    assert_eq!(ended(&jobs, "old").await.state, JobState::Completed);
+    let begin = jobs.now();
+    clock.advance(5 * DAY);
+    assert!(jobs.release_completed().await.unwrap().unwrap() > begin);
+    let added = vec![task_with("y", &["x"], &json!({ "fail": 1 }))];
+    jobs.add_tasks("old", added, false).await.unwrap();
+    assert_eq!(ended(&jobs, "old").await.state, JobState::Failed);
+    let held = holds::get(jobs.bus().engine(), "tasks").await.unwrap();
+    assert!(
+        held.unwrap().0.since <= begin,
+        "the add moved the hold back"
+    );
+
+    clock.advance(40 * DAY);
+    assert!(jobs.release_completed().await.unwrap().unwrap() <= begin);
+    prune(&jobs).await;
+    assert_eq!(jobs.resume("old").await.unwrap(), ["y"]);
+    assert_eq!(ended(&jobs, "old").await.state, JobState::Completed);
+    jobs.bus().shutdown().await.unwrap();
+}

@@ -11,6 +11,7 @@ mod alerts;
 mod crash;
 mod dispatching;
 mod golden;
+mod halves;
 mod health;
 mod keeping;
 #[cfg(feature = "postgres")]

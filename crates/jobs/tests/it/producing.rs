@@ -1,13 +1,19 @@
 //! The producer: one task per request id, valid graphs, ids that forge nothing.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use everbus::{Bus, Code, ManualClock, Timestamp};
-use everbus_jobs::events::{Json, TaskPending, TaskStarted, TaskState, Work};
-use everbus_jobs::{JobState, Jobs, NewJob, NewTask, Origin};
+use everbus_jobs::events::{
+    ErrorCategory, FailureSource, JobTasksAdded, Json, TaskFailed, TaskPending, TaskStarted,
+    TaskState, Work,
+};
+use everbus_jobs::{JobState, Jobs, NewJob, NewTask, Origin, Task, TaskError, WORKERS, Worker};
+use parking_lot::Mutex;
 use serde_json::json;
 
-use crate::support::{ended, events_of, job, memory, running, seconds, task, until};
+use crate::support::{File, ended, events_of, job, memory, running, seconds, task, until};
 
 fn new_task(id: &str) -> NewTask {
     NewTask::new("scrape", Json::of(&json!({"n": 1})).unwrap()).id(id)
@@ -42,7 +48,7 @@ async fn the_same_request_twice_is_one_task() {
 }
 
 // conformance: workflow/task-lock: a task under a live lock is not run again; after effectiveUntil it may be
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn a_locked_task_is_not_run_again() {
     let clock = ManualClock::new(Timestamp::from_micros(1_800_000_000_000_000));
     let bus = Bus::builder()
@@ -80,6 +86,166 @@ async fn a_locked_task_is_not_run_again() {
     clock.advance(Duration::from_secs(61));
     let submitted = jobs.submit(again()).await.unwrap();
     assert_eq!((submitted.run, submitted.new), (2, true));
+    // The work of both runs is in the group. One of them is done.
+    let ended = &events_of::<TaskFailed>(&jobs).await[0].event;
+    assert_eq!(everbus_jobs::run_of(ended), Some(1));
+    let runs = Arc::new(AtomicUsize::new(0));
+    let count = runs.clone();
+    let worker = Worker::new(jobs.clone()).any(move |_: Task| {
+        count.fetch_add(1, Ordering::SeqCst);
+        async { Ok(()) }
+    });
+    worker.mount().await.unwrap();
+    jobs.bus().start().await.unwrap();
+    until("the work is done", async || work_is_done(&jobs).await).await;
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+    let task = jobs.task("req-1").await.unwrap().unwrap();
+    assert_eq!((task.run, task.state), (2, Some(TaskState::Completed)));
+    jobs.bus().shutdown().await.unwrap();
+}
+
+/// Whether the workers have settled all work.
+async fn work_is_done(jobs: &Jobs) -> bool {
+    let groups = jobs.bus().groups().await.unwrap();
+    let mut workers = groups.iter().filter(|g| g.name.to_string() == WORKERS);
+    workers.all(|g| g.behind + g.in_flight + g.waiting == 0)
+}
+
+// conformance: workflow/job-cancel: a task that was cancelled before its worker came does not run, whatever the clock of the worker says
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_whose_clock_is_behind_knows_of_earlier_cancels() {
+    let now = Timestamp::from_micros(1_800_000_000_000_000);
+    let bus = Bus::builder()
+        .clock(ManualClock::new(now))
+        .open("memory:")
+        .await
+        .unwrap();
+    let slow = ManualClock::new(now.minus(Duration::from_secs(120)));
+    let jobs = Jobs::builder().clock(slow).open(bus).unwrap();
+    jobs.submit(new_task("cancelled")).await.unwrap();
+    assert!(jobs.cancel_task("cancelled").await.unwrap());
+    let ran = Arc::new(Mutex::new(Vec::new()));
+    let seen = ran.clone();
+    let worker = Worker::new(jobs.clone()).any(move |task: Task| {
+        seen.lock().push(task.request_id);
+        async { Ok(()) }
+    });
+    worker.mount().await.unwrap();
+    jobs.submit(new_task("other")).await.unwrap();
+    jobs.bus().start().await.unwrap();
+    until("the work is done", async || work_is_done(&jobs).await).await;
+    assert_eq!(*ran.lock(), ["other"]);
+    jobs.bus().shutdown().await.unwrap();
+}
+
+// conformance: workflow/job-cancel: a cancel that came after the end of a run does not stop a retry from the dead letters
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cancel_that_came_too_late_says_nothing_about_a_retry() {
+    let file = File::new();
+    let jobs = file.open().await;
+    let worker = Worker::new(jobs.clone())
+        .retry(everbus::RetryPolicy::default().max_retries(0))
+        .any(async |_: Task| Err::<(), _>(TaskError::new(ErrorCategory::Network, "no route")));
+    worker.mount().await.unwrap();
+    jobs.bus().start().await.unwrap();
+    jobs.submit(new_task("req-1")).await.unwrap();
+    let letters = jobs.bus().dead_letters();
+    until("it is a dead letter", async || {
+        letters.list().await.unwrap().len() == 1
+    })
+    .await;
+    assert!(!jobs.cancel_task("req-1").await.unwrap(), "it has ended");
+    // The same from a process that did not know.
+    let late = TaskFailed {
+        request_id: "req-1".into(),
+        job_id: None,
+        error: "the task was cancelled".into(),
+        error_category: ErrorCategory::Cancelled,
+        retry_count: 0,
+        source: FailureSource::Producer,
+    };
+    let emitter = jobs.emitter(Origin::Producer);
+    let event = emitter.event_of_run(&late, None, 1);
+    jobs.bus().publish(event).await.unwrap();
+    jobs.bus().shutdown().await.unwrap();
+
+    let jobs = file.open().await;
+    let worker = Worker::new(jobs.clone()).any(async |_: Task| Ok(()));
+    worker.mount().await.unwrap();
+    jobs.bus().start().await.unwrap();
+    let letters = jobs.bus().dead_letters();
+    let id = letters.list().await.unwrap()[0].record.event.id();
+    assert_eq!(letters.retry(id).await.unwrap(), 1);
+    until("it has completed", async || {
+        let task = jobs.task("req-1").await.unwrap().unwrap();
+        task.state == Some(TaskState::Completed)
+    })
+    .await;
+    jobs.bus().shutdown().await.unwrap();
+}
+
+/// Jobs of a bus whose time stands still: ids that are derived from the time of a job are the same on each.
+async fn at_a_fixed_time() -> Jobs {
+    let clock = ManualClock::new(Timestamp::from_micros(1_800_000_000_000_000));
+    let bus = Bus::builder()
+        .clock(clock.clone())
+        .open("memory:")
+        .await
+        .unwrap();
+    Jobs::builder().clock(clock).open(bus).unwrap()
+}
+
+// conformance: workflow/job-adds: an add that was refused, because another job took one of its tasks at the same moment, does not block later adds
+#[tokio::test]
+async fn an_add_that_was_refused_does_not_block_the_next() {
+    // A producer that has not seen the other job yet.
+    let unaware = at_a_fixed_time().await;
+    unaware
+        .submit_job(job("mine", vec![task("a", &[])]))
+        .await
+        .unwrap();
+    let add = vec![task("mine-too", &[]), task("x", &["a"])];
+    unaware.add_tasks("mine", add, false).await.unwrap();
+    let refused = &events_of::<JobTasksAdded>(&unaware).await[0].event;
+
+    let jobs = at_a_fixed_time().await;
+    jobs.submit_job(job("mine", vec![task("a", &[])]))
+        .await
+        .unwrap();
+    jobs.submit_job(job("other", vec![task("x", &[])]))
+        .await
+        .unwrap();
+    jobs.bus().publish(refused.clone()).await.unwrap();
+    assert_eq!(jobs.job("mine").await.unwrap().total_tasks, 1);
+    for (id, total) in [("y", 2), ("mine-too", 3)] {
+        let added = jobs.add_tasks("mine", vec![task(id, &["a"])], false);
+        assert_eq!(added.await.unwrap(), total);
+    }
+    for at in [None, Some(jobs.now())] {
+        let picture = jobs.job_graph("mine", at).await.unwrap();
+        let ids = picture.graph.tasks().iter().map(|t| t.task_id.as_str());
+        assert_eq!(ids.collect::<Vec<_>>(), ["a", "y", "mine-too"]);
+    }
+}
+
+// conformance: workflow/job-task-ids: a task submitted at the same moment as a job with that id does not disturb the job
+#[tokio::test(flavor = "multi_thread")]
+async fn a_task_of_the_same_id_does_not_disturb_a_job() {
+    let unaware = at_a_fixed_time().await;
+    unaware.submit(new_task("a")).await.unwrap();
+    let jobs = memory().await;
+    jobs.submit_job(job("j", vec![task("a", &[]), task("b", &["a"])]))
+        .await
+        .unwrap();
+    for record in [
+        &events_of::<TaskPending>(&unaware).await[0],
+        &events_of::<Work>(&unaware).await[0],
+    ] {
+        jobs.bus().publish(record.event.clone()).await.unwrap();
+    }
+    running(&jobs).await;
+    assert_eq!(ended(&jobs, "j").await.state, JobState::Completed);
+    jobs.bus().shutdown().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

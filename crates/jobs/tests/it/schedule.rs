@@ -177,32 +177,39 @@ async fn runs_do_not_overlap() {
     assert_eq!(running.load(Ordering::SeqCst), 2);
 }
 
+// conformance: framework/schedule-cron: ticks that no process was there for are skipped or made up for by the next process
 #[tokio::test]
 async fn missed_ticks_are_skipped_or_made_up_for() {
     for (missed, expected) in [
-        (Missed::Skip, vec![]),
-        (Missed::Once, vec!["20:04"]),
+        (Missed::Skip, vec!["20:01"]),
+        (Missed::Once, vec!["20:01", "20:04"]),
         (Missed::All, vec!["20:01", "20:02", "20:03", "20:04"]),
     ] {
         let stage = Stage::new().await;
         let seen = Seen::default();
-        let times = CronTimes::new("* 20 * * *", "UTC").unwrap();
-        let notes = seen.clone();
-        let mut scheduler = stage
-            .process("a")
-            .on("report", times, move |tick: Tick| {
+        let process = |name: &str| {
+            let times = CronTimes::new("* 20 * * *", "UTC").unwrap();
+            let notes = seen.clone();
+            let scheduler = stage.process(name).on("report", times, move |tick: Tick| {
                 notes.lock().push(tick.at);
                 async { Ok(()) }
-            })
-            .with(None, missed);
-        // No process was there for five minutes.
+            });
+            scheduler.with(None, missed)
+        };
+        let mut first = process("a");
+        stage.clock.set("2026-11-17T20:01:00Z".parse().unwrap());
+        look(&mut first).await;
+        drop(first);
+        // No process was there for three minutes.
         stage.clock.set("2026-11-17T20:04:00Z".parse().unwrap());
         stage.clock.advance(if missed == Missed::Skip {
             61 * MINUTE
         } else {
             MINUTE / 2
         });
-        look(&mut scheduler).await;
+        let mut second = process("b");
+        look(&mut second).await;
+        look(&mut second).await;
         let ticks: Vec<String> = seen
             .lock()
             .iter()
@@ -210,6 +217,36 @@ async fn missed_ticks_are_skipped_or_made_up_for() {
             .collect();
         assert_eq!(ticks, expected, "{missed:?}");
     }
+}
+
+// conformance: framework/schedule-cron: a schedule that makes up for missed ticks does not hold up the others
+#[tokio::test(start_paused = true)]
+async fn making_up_for_missed_ticks_holds_up_nothing_else() {
+    let stage = Stage::new().await;
+    let others = Seen::default();
+    let running = Arc::new(AtomicU32::new(0));
+    let count = running.clone();
+    let slow = move |_| {
+        count.fetch_add(1, Ordering::SeqCst);
+        std::future::pending::<Result<(), String>>()
+    };
+    let mut scheduler = stage.process("a").on("slow", every_minute(), slow);
+    scheduler = noting(scheduler.with(None, Missed::All), &others);
+    stage.clock.advance(3 * MINUTE);
+    let begin = tokio::time::Instant::now();
+    scheduler.look().await.unwrap();
+    scheduler.look().await.unwrap();
+    tokio::task::yield_now().await;
+    assert_eq!(
+        tokio::time::Instant::now(),
+        begin,
+        "no look waits for a run"
+    );
+    assert_eq!(running.load(Ordering::SeqCst), 1);
+    assert_eq!(others.lock().len(), 1);
+    // Each ends by its timeout, one after another.
+    scheduler.settled().await;
+    assert_eq!(running.load(Ordering::SeqCst), 3);
 }
 
 #[tokio::test]
@@ -308,10 +345,64 @@ async fn a_schedule_that_cannot_run_is_refused() {
         schedule
     };
     refused(with(|s| s.name = "a b".into()));
+    refused(with(|s| s.name = "health-check".into()));
     refused(with(|s| s.cron = "every day".into()));
     refused(with(|s| s.cron = "0 0 30 2 *".into()));
     refused(with(|s| s.timezone = "Middle/Earth".into()));
     // A run must end before the next one begins.
     refused(with(|s| s.timeout_ms = Some(60_000)));
     with(|s| s.timeout_ms = Some(59_000)).check(now).unwrap();
+}
+
+/// A schedule that submits a task each minute, and the scheduler of it.
+async fn daily(stage: &Stage) -> Scheduler {
+    let schedules = Schedules::of(&stage.bus).unwrap();
+    let action = Action::Task {
+        name: "report".to_owned(),
+        input: Json::empty(),
+    };
+    schedules.put(&stage.stored("daily", action)).await.unwrap();
+    stage.process("a").stored().unwrap()
+}
+
+// conformance: framework/schedule-cron: a task that waits for its worker for long is not submitted a second time
+#[tokio::test]
+async fn a_task_that_waits_for_long_holds_back_every_later_tick() {
+    let stage = Stage::new().await;
+    let mut scheduler = daily(&stage).await;
+    for _ in 0..60 {
+        stage.clock.advance(MINUTE);
+        look(&mut scheduler).await;
+    }
+    assert_eq!(stage.events("Task Pending").await.len(), 1);
+    let id = stage.events(RUN_TYPE).await[0]["requestId"].clone();
+    let id = id.as_str().unwrap();
+    // A worker that had just taken it hears of the cancel, and says nothing.
+    assert!(stage.jobs.cancel_task(id).await.unwrap());
+    let started = everbus_jobs::events::TaskStarted {
+        request_id: id.to_owned(),
+        job_id: None,
+        effective_until: 0,
+        worker_id: "w-1".to_owned(),
+        process_id: 1,
+    };
+    let emitter = stage.jobs.emitter(everbus_jobs::Origin::Worker);
+    let event = emitter.event_of_run(&started, None, 1);
+    stage.bus.publish(event).await.unwrap();
+    stage.clock.advance(MINUTE);
+    look(&mut scheduler).await;
+    assert_eq!(stage.events("Task Pending").await.len(), 2);
+}
+
+#[tokio::test]
+async fn the_task_of_a_schedule_can_be_retried() {
+    let stage = Stage::new().await;
+    let mut scheduler = daily(&stage).await;
+    stage.clock.advance(MINUTE);
+    look(&mut scheduler).await;
+    let id = stage.events(RUN_TYPE).await[0]["requestId"].clone();
+    let id = id.as_str().unwrap();
+    assert!(stage.jobs.cancel_task(id).await.unwrap());
+    assert_eq!(stage.jobs.retry(id, false).await.unwrap(), 2);
+    assert_eq!(stage.events("task.work").await.len(), 2);
 }

@@ -82,11 +82,9 @@ async fn the_index_can_be_thrown_away() {
     assert_eq!(build().await, first, "opened again");
     std::fs::remove_file(&path).unwrap();
     assert_eq!(build().await, first, "built again");
-    std::fs::write(
-        &path,
-        "this is not a database, and longer than its header would be: ".repeat(50),
-    )
-    .unwrap();
+    let mut damaged = std::fs::read(&path).unwrap();
+    damaged[100..].fill(b'x');
+    std::fs::write(&path, damaged).unwrap();
     assert_eq!(build().await, first, "a damaged file is replaced");
     assert_eq!(
         jobs.index().dump().unwrap(),
@@ -186,4 +184,32 @@ async fn the_graph_of_a_job_at_a_past_moment() {
 fn an_index_file_that_cannot_be_made_says_so() {
     let error = Index::open("/proc/nothing/index.db").unwrap_err();
     assert!(error.hint_text().is_some(), "{error:?}");
+}
+
+#[test]
+fn a_file_of_another_program_is_refused_and_stays_as_it_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("app.db");
+    let conn = everbus::rusqlite::Connection::open(&path).unwrap();
+    for version in [0, 1, 7] {
+        let sql = format!(
+            "CREATE TABLE IF NOT EXISTS jobs (id TEXT); INSERT INTO jobs VALUES ('precious'); PRAGMA user_version = {version};"
+        );
+        conn.execute_batch(&sql).unwrap();
+        let error = Index::open(&path).unwrap_err();
+        assert_eq!(error.code(), everbus::Code::InvalidSetting, "{error}");
+    }
+    let rows: i64 = conn
+        .query_row("SELECT count(*) FROM jobs", [], |row| row.get(0))
+        .unwrap();
+    assert_eq!(rows, 3);
+
+    let notes = dir.path().join("notes.txt");
+    let text = "not a database, and longer than the header of one would be. ".repeat(50);
+    std::fs::write(&notes, &text).unwrap();
+    assert_eq!(
+        Index::open(&notes).unwrap_err().code(),
+        everbus::Code::Corrupt
+    );
+    assert_eq!(std::fs::read_to_string(&notes).unwrap(), text);
 }

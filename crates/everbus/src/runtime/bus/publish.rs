@@ -110,6 +110,12 @@ impl Bus {
         shared.check_event(event, None)
     }
 
+    /// The most bytes that the payload of an event may have. With an object store it is what the store may take.
+    pub fn max_payload(&self) -> usize {
+        let shared = &self.inner.shared;
+        shared.options.max_payload.unwrap_or_else(|| shared.most())
+    }
+
     /// Appends events that were checked, as a publish does, but adds no ambient values
     /// (correlation id, trace): a relay or a replay must not add its own.
     pub(crate) async fn append_as_is(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
@@ -142,9 +148,13 @@ impl Shared {
     /// Whether an event may be stored: checks its stream, its size, and its schema if there is one. A
     /// payload that was just serialised from the Rust type that the schema comes from is not checked again.
     pub(crate) fn check_event(&self, event: &Event, rust_type: Option<&str>) -> Result<()> {
+        self.check_within(self.most(), event, rust_type)
+    }
+
+    /// The limit of a payload, unless one is set.
+    fn most(&self) -> usize {
         let objects = self.objects.as_ref().filter(|objects| objects.moves());
-        let most = objects.map_or(TRAVELS, |objects| objects.limit());
-        self.check_within(most, event, rust_type)
+        objects.map_or(TRAVELS, |objects| objects.limit())
     }
 
     /// Whether an event may be stored that cannot be moved to the object store: it is made inside a

@@ -75,30 +75,40 @@ pub(super) struct Process {
     child: Child,
     pid: Pid,
     reaped: bool,
+    /// `None` while it is opened.
     #[cfg(target_os = "linux")]
-    ended: tokio::io::unix::AsyncFd<rustix::fd::OwnedFd>,
+    ended: Option<tokio::io::unix::AsyncFd<rustix::fd::OwnedFd>>,
 }
 
 impl Process {
-    pub(super) fn new(child: Child) -> io::Result<Self> {
+    /// Takes charge of a child. If that fails, the child is killed: no child runs without supervision.
+    pub(super) fn new(mut child: Child) -> io::Result<Self> {
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-        let pid = pid.ok_or_else(|| io::Error::other("a child without a process id"))?;
+        let Some(pid) = pid else {
+            child.kill()?;
+            child.wait()?;
+            return Err(io::Error::other("a child without a process id"));
+        };
+        // From here on a return drops it, which kills and reaps.
+        #[allow(unused_mut, reason = "it is complete on other systems than Linux")]
+        let mut this = Self {
+            child,
+            pid,
+            reaped: false,
+            #[cfg(target_os = "linux")]
+            ended: None,
+        };
         #[cfg(target_os = "linux")]
-        let ended = {
+        {
             use rustix::process::{PidfdFlags, pidfd_open};
             let fd = pidfd_open(pid, PidfdFlags::NONBLOCK)?;
             // Deprecated for types that may change their descriptor; an `OwnedFd` keeps it, and the function in
             // its place is unsafe.
             #[allow(deprecated)]
-            tokio::io::unix::AsyncFd::with_interest(fd, tokio::io::Interest::READABLE)?
-        };
-        Ok(Self {
-            child,
-            pid,
-            reaped: false,
-            #[cfg(target_os = "linux")]
-            ended,
-        })
+            let fd = tokio::io::unix::AsyncFd::with_interest(fd, tokio::io::Interest::READABLE)?;
+            this.ended = Some(fd);
+        }
+        Ok(this)
     }
 
     pub(super) fn pid(&self) -> Pid {
@@ -109,7 +119,10 @@ impl Process {
     #[cfg(target_os = "linux")]
     pub(super) async fn ended(&self) -> io::Result<()> {
         // A file descriptor of a process is readable once the process has ended, and stays so.
-        self.ended.readable().await.map(drop)
+        match &self.ended {
+            Some(ended) => ended.readable().await.map(drop),
+            None => Err(io::Error::other("a child that is not supervised")),
+        }
     }
 
     #[cfg(not(target_os = "linux"))]

@@ -172,6 +172,52 @@ async fn a_worker_that_dies() {
     std::future::pending::<()>().await;
 }
 
+/// A worker in a process of its own that dies with the first task.
+async fn dies(url: &str) {
+    let mut died = Command::new(std::env::current_exe().unwrap());
+    died.args(["--exact", "worker::endings::a_worker_that_dies"])
+        .env(CRASH, url);
+    let output = tokio::task::spawn_blocking(move || died.output()).await;
+    assert!(!output.unwrap().unwrap().status.success());
+}
+
+// conformance: workflow/task-endings: a work message that allows one attempt is not run again when its worker died
+#[tokio::test]
+async fn a_task_with_one_attempt_does_not_run_again_after_a_crash() {
+    let dir = Arc::new(tempfile::tempdir().unwrap());
+    let url = format!("sqlite:{}", dir.path().join("crash.db").display());
+    {
+        let stage = Stage::on(Bus::open(&*url).await.unwrap(), dir.clone());
+        let work = everbus_jobs::events::Work {
+            request_id: "req-once".into(),
+            job_id: None,
+            name: "deadly".into(),
+            input: everbus_jobs::events::Json::empty(),
+        };
+        let emitter = stage.jobs.emitter(everbus_jobs::Origin::Producer);
+        let work = emitter.event_of_run(&work, None, 1);
+        let work = work.meta(everbus_jobs::worker::ATTEMPTS, "1");
+        stage.bus.publish(work).await.unwrap();
+        stage.bus.shutdown().await.unwrap();
+    }
+    dies(&url).await;
+    let stage = Stage::on(Bus::open(&*url).await.unwrap(), dir);
+    let worker = Worker::new(stage.jobs.clone()).any(async |_: Task| {
+        panic!("it must not run again");
+        #[allow(unreachable_code)]
+        Ok(())
+    });
+    stage.start(worker).await;
+    let events = stage.ended("req-once").await;
+    let failed = events.last().unwrap();
+    assert_eq!(failed.event_type, "Task Failed");
+    assert_eq!(failed.properties["source"], "dlq");
+    let started = types(&events);
+    let started = started.iter().filter(|t| **t == "Task Processing Started");
+    assert!(started.count() <= 1, "{events:?}");
+    stage.bus.shutdown().await.unwrap();
+}
+
 // conformance: workflow/task-endings: three crashes of its worker make a dead letter and Task Failed with source dlq
 #[tokio::test]
 async fn a_task_that_kills_three_workers_is_a_dead_letter() {
@@ -182,13 +228,8 @@ async fn a_task_that_kills_three_workers_is_a_dead_letter() {
         stage.submit("deadly", "{}").await;
         stage.bus.shutdown().await.unwrap();
     }
-    let myself = std::env::current_exe().unwrap();
     for _ in 0..3 {
-        let mut died = Command::new(&myself);
-        died.args(["--exact", "worker::endings::a_worker_that_dies"])
-            .env(CRASH, &url);
-        let output = tokio::task::spawn_blocking(move || died.output()).await;
-        assert!(!output.unwrap().unwrap().status.success());
+        dies(&url).await;
     }
     let stage = Stage::on(Bus::open(&*url).await.unwrap(), dir);
     let worker = Worker::new(stage.jobs.clone()).any(async |_: Task| {

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use everbus::RetryPolicy;
 use everbus_jobs::events::{ErrorCategory, Usage};
+use everbus_jobs::worker::child::ChildLimits;
 use everbus_jobs::{Task, TaskError, Worker};
 use serde_json::{Value, json};
 
@@ -101,15 +102,40 @@ async fn a_function_has_a_time_limit_and_may_panic() {
 #[tokio::test]
 async fn a_name_without_a_handler_is_left_to_others_and_then_fails() {
     let stage = Stage::new().await;
-    let worker = worker(&stage).handler("known", async |_: Task| Ok(()));
+    let worker = worker(&stage)
+        .leave_unknown_for(Duration::from_millis(200))
+        .handler("known", async |_: Task| Ok(()));
     stage.start(worker).await;
     let events = stage.run("unheard-of", "{}").await;
+    assert_eq!(types(&events), ["Task Pending", "Task Failed"]);
     let failed = &events.last().unwrap().properties;
     assert_eq!(failed["source"], "dlq");
+    assert_eq!(failed["retryCount"], 1, "no attempt was counted meanwhile");
     let error = failed["error"].as_str().unwrap();
     assert!(
         error.contains("unheard-of") && error.contains("known"),
         "{error}"
     );
+    stage.bus.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_function_beside_a_command_has_the_time_limit_of_functions() {
+    let stage = Stage::new().await;
+    let worker = stage
+        .worker(ChildLimits::default())
+        .timeout(Duration::from_millis(50))
+        .handler("slow", async |_: Task| {
+            std::future::pending::<()>().await;
+            Ok(())
+        });
+    stage.start(worker).await;
+    let events = stage.run("slow", "{}").await;
+    assert_eq!(events.last().unwrap().properties["timeoutMs"], 50);
+    let both = stage
+        .worker(ChildLimits::default())
+        .any(async |_: Task| Ok(()));
+    let error = both.mount().await.unwrap_err();
+    assert_eq!(error.code(), everbus::Code::InvalidSetting);
     stage.bus.shutdown().await.unwrap();
 }

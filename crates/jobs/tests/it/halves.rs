@@ -1,0 +1,126 @@
+//! An engine that stores events one by one: no task is left with `Task Pending` and without its work.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use everbus::core::{Appended, BoxFuture, Broker, BrokerLayer, Capabilities};
+use everbus::{Bus, Code, Error, Event, Result, TypedEvent as _};
+use everbus_jobs::events::{
+    ErrorCategory, FailureSource, JobFailureDetected, Json, TaskFailed, TaskPending, Work,
+};
+use everbus_jobs::{Dispatcher, Jobs, NewTask, Origin};
+use serde_json::json;
+
+use crate::support::{events_of, job, task, until};
+
+/// Refuses the work of tasks, and stores what comes with it.
+struct Split {
+    inner: Arc<dyn Broker>,
+    refuses: Arc<AtomicBool>,
+}
+
+impl BrokerLayer for Split {
+    fn inner(&self) -> &dyn Broker {
+        &*self.inner
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities().atomic_batch(false)
+    }
+
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        Box::pin(async move {
+            let mut answers = Vec::new();
+            for event in batch {
+                if event.event_type() == Work::TYPE && self.refuses.load(Ordering::SeqCst) {
+                    answers.push(Err(Error::new(Code::Unavailable, "as planned")));
+                } else {
+                    answers.append(&mut self.inner.append(vec![event]).await?);
+                }
+            }
+            Ok(answers)
+        })
+    }
+}
+
+async fn split() -> (Jobs, Arc<AtomicBool>) {
+    let bus = Bus::open("memory:").await.unwrap();
+    let mut engine = bus.engine().clone();
+    let refuses = Arc::new(AtomicBool::new(true));
+    engine.broker = Arc::new(Split {
+        inner: engine.broker.clone(),
+        refuses: refuses.clone(),
+    });
+    let bus = Bus::builder().with_engine(engine).unwrap();
+    (Jobs::new(bus).unwrap(), refuses)
+}
+
+fn failed(id: &str, job: Option<&str>) -> TaskFailed {
+    TaskFailed {
+        request_id: id.to_owned(),
+        job_id: job.map(str::to_owned),
+        error: "no store".to_owned(),
+        error_category: ErrorCategory::Validation,
+        retry_count: 1,
+        source: FailureSource::Worker,
+    }
+}
+
+// conformance: workflow/task-work: a task whose work was not stored is stored as a whole when it is submitted or retried again
+#[tokio::test]
+async fn a_request_that_failed_half_way_is_finished_by_the_next_one() {
+    let (jobs, refuses) = split().await;
+    let task = || NewTask::new("scrape", Json::of(&json!({"n": 1})).unwrap()).id("req-1");
+    assert!(jobs.submit(task()).await.is_err());
+    assert_eq!(events_of::<TaskPending>(&jobs).await.len(), 1);
+    refuses.store(false, Ordering::SeqCst);
+    assert!(jobs.submit(task()).await.unwrap().new);
+    assert_eq!(events_of::<Work>(&jobs).await.len(), 1);
+    assert!(!jobs.submit(task()).await.unwrap().new);
+    assert_eq!(events_of::<Work>(&jobs).await.len(), 1);
+
+    let emitter = jobs.emitter(Origin::Worker);
+    let event = emitter.event_of_run(&failed("req-1", None), None, 1);
+    jobs.bus().publish(event).await.unwrap();
+    refuses.store(true, Ordering::SeqCst);
+    assert!(jobs.retry("req-1", false).await.is_err());
+    refuses.store(false, Ordering::SeqCst);
+    assert_eq!(jobs.retry("req-1", false).await.unwrap(), 2);
+    assert_eq!(events_of::<Work>(&jobs).await.len(), 2);
+    assert_eq!(events_of::<TaskPending>(&jobs).await.len(), 2);
+    assert_eq!(
+        jobs.retry("req-1", false).await.unwrap_err().code(),
+        Code::TaskConflict
+    );
+}
+
+// conformance: workflow/job-ids: a dispatcher that failed between Task Pending and the work stores the work with its next attempt
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dispatcher_that_failed_half_way_goes_on_there() {
+    const ROOTS: usize = 130;
+    let (jobs, refuses) = split().await;
+    Dispatcher::subscribe(&jobs).await.unwrap();
+    jobs.bus().start().await.unwrap();
+    let tasks = (0..ROOTS).map(|n| task(&format!("t{n}"), &[])).collect();
+    jobs.submit_job(job("wide", tasks)).await.unwrap();
+    until("the first step was made", async || {
+        events_of::<TaskPending>(&jobs).await.len() == ROOTS
+    })
+    .await;
+    // Another event makes the dispatcher read what it stored.
+    let emitter = jobs.emitter(Origin::Worker);
+    let event = emitter.event_of_run(&failed("t0", Some("wide")), Some("wide"), 1);
+    jobs.bus().publish(event).await.unwrap();
+    until("the failure is told", async || {
+        events_of::<JobFailureDetected>(&jobs).await.len() == 1
+    })
+    .await;
+    assert!(events_of::<Work>(&jobs).await.is_empty());
+    refuses.store(false, Ordering::SeqCst);
+    until("the others have their work", async || {
+        events_of::<Work>(&jobs).await.len() == ROOTS - 1
+    })
+    .await;
+    assert_eq!(events_of::<TaskPending>(&jobs).await.len(), ROOTS);
+    jobs.bus().shutdown().await.unwrap();
+}
