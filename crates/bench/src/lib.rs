@@ -23,6 +23,7 @@ mod replay;
 mod retention;
 mod sample;
 mod sparse_group;
+mod supervision;
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -90,6 +91,8 @@ scenarios! {
     "jobs": "Tasks that do nothing, from submit to completed, with all their events stored", jobs::measure;
     "jobs-dispatch": "A job of 10,000 tasks in layers of 100: what the dispatcher costs",
         jobs::measure_dispatch;
+    "jobs-child": "A supervised child process beside a bare one", supervision::measure_child;
+    "jobs-heartbeats": "The heartbeats of 200 children that run", supervision::measure_heartbeats;
     "jobs-list": "Tasks by state, one task, a job and a history, among a million tasks", jobs::measure_list;
 }
 

@@ -7,7 +7,7 @@ use everbus::Bus;
 use everbus::duty::Duty;
 use everbus_core::{Clock as _, SystemClock};
 use everbus_jobs::alerts::webhook::{WebhookClient, WebhookOptions};
-use everbus_jobs::alerts::{Alerts, Target as AlertTarget};
+use everbus_jobs::alerts::{Alerts, JobEnds, Target as AlertTarget};
 use everbus_jobs::events::Json;
 use everbus_jobs::schedule::{
     Action, CronTimes, HEALTH_CHECK, Missed, Scheduler, Schedules, StoredSchedule,
@@ -138,6 +138,15 @@ pub(crate) struct RunArgs {
         hide_env_values = true
     )]
     webhook: Option<String>,
+
+    /// Tell this webhook, as JSON, that a job completed or a task of it failed
+    #[arg(
+        long,
+        value_name = "URL",
+        env = "EVERBUS_JOB_WEBHOOK",
+        hide_env_values = true
+    )]
+    job_webhook: Option<String>,
 
     /// Webhooks may lead to addresses of this machine and of private networks
     #[arg(long)]
@@ -369,6 +378,11 @@ async fn serve(args: &RunArgs, target: &Target, output: &mut Output) -> Outcome 
     .into_iter()
     .flatten()
     .collect();
+    let job_webhook = args
+        .job_webhook
+        .as_deref()
+        .map(|url| WebhookClient::new(url, options));
+    let job_webhook = job_webhook.transpose()?;
     let health = args
         .health
         .as_deref()
@@ -383,6 +397,9 @@ async fn serve(args: &RunArgs, target: &Target, output: &mut Output) -> Outcome 
             .per_minute(args.alerts_per_minute);
         let alerts = targets.into_iter().fold(alerts, Alerts::to);
         alerts.mount().await?;
+    }
+    if let Some(client) = job_webhook {
+        JobEnds::new(jobs.clone(), client).mount().await?;
     }
     bus.start().await?;
     let mut scheduler = Scheduler::new(jobs.clone())

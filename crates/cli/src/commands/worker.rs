@@ -128,6 +128,8 @@ enum OutputAs {
     Text,
     /// It is dropped
     Nothing,
+    /// It is for people; the output is JSON on the file descriptor EVERBUS_OUTPUT_FD
+    Descriptor,
 }
 
 fn parse_category(text: &str) -> Result<ErrorCategory, String> {
@@ -172,6 +174,7 @@ impl WorkerArgs {
                     OutputAs::Json => OutputKind::Json,
                     OutputAs::Text => OutputKind::Text,
                     OutputAs::Nothing => OutputKind::Nothing,
+                    OutputAs::Descriptor => OutputKind::Descriptor,
                 });
         if let Some(directory) = &self.directory {
             command = command.directory(directory);

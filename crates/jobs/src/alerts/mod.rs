@@ -5,6 +5,7 @@
 //! ([`Alerts::repeat_after`]), and at most so many alerts a minute ([`Alerts::per_minute`]); the next one says how many
 //! were held back.
 
+mod ends;
 mod message;
 pub mod webhook;
 
@@ -23,6 +24,7 @@ use uuid::Uuid;
 
 use crate::Jobs;
 use crate::events::{Health, JobFailureDetected, TaskHealthCheck};
+pub use ends::{JOB_ENDS, JobEnds};
 pub use message::{Alert, AlertKind};
 use webhook::WebhookClient;
 

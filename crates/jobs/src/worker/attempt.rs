@@ -566,7 +566,7 @@ fn of_child(ended: Ended, attempt: &Attempt<'_>, classifier: &Classifier) -> Fin
         Some((Stopped::TooMuchOutput, _)) => End::Failed {
             category: ErrorCategory::Programming,
             error: format!(
-                "the child wrote more than {} bytes to standard output",
+                "the child wrote more than {} bytes of output",
                 limits.output
             ),
         },

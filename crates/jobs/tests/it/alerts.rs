@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus::{Bus, Event, HandlerError, RetryPolicy};
+use everbus::{BreakerPolicy, Bus, Criticality, Event, HandlerError, RetryPolicy};
 use everbus_jobs::alerts::webhook::{WebhookClient, WebhookOptions};
-use everbus_jobs::alerts::{Alerts, Target};
+use everbus_jobs::alerts::{Alerts, JobEnds, Target};
 use everbus_jobs::events::{
     Health, HealthSummary, JobFailureDetected, TaskHealth, TaskHealthCheck, TaskStatuses,
 };
@@ -360,4 +360,80 @@ async fn a_webhook_that_is_down_does_not_repeat_alerts_to_the_others() {
     down.received(1).await;
     assert_eq!(up.got.lock().len(), 1);
     bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/job-notice: a webhook is told when a job completes and when a task of it fails, and again after an error
+#[tokio::test(flavor = "multi_thread")]
+async fn a_webhook_is_told_how_jobs_end() {
+    let server = Server::start().await;
+    let (bus, jobs) = bus().await;
+    let retry = RetryPolicy::default()
+        .max_retries(3)
+        .base_delay(Duration::from_millis(1));
+    let ends = JobEnds::new(jobs.clone(), server.client()).retry(retry);
+    ends.mount().await.unwrap();
+    server.answers.lock().push("503 Service Unavailable");
+    crate::support::running(&jobs).await;
+    let job = |id: &str, tasks| crate::support::job(id, tasks);
+    let tasks = vec![
+        crate::support::task("a", &[]),
+        crate::support::task("b", &["a"]),
+    ];
+    jobs.submit_job(job("good", tasks)).await.unwrap();
+    let fails = crate::support::task_with("c", &[], &serde_json::json!({ "fail": true }));
+    jobs.submit_job(job("bad", vec![fails])).await.unwrap();
+    let mut got = server.received(2).await;
+    got.sort_by_key(|told| told["jobId"].to_string());
+    assert_eq!(got[0]["kind"], "job_failed");
+    assert_eq!(got[0]["failedTaskId"], "c");
+    assert_eq!(got[0]["taskStatuses"]["c"], "failed");
+    assert_eq!(got[1]["kind"], "job_completed");
+    assert_eq!(got[1]["jobId"], "good");
+    assert_eq!(got[1]["totalTasks"], 2);
+    assert_eq!(got[1]["tenant"], "default");
+    assert_eq!(got[1]["taskStatuses"]["b"], "completed");
+    assert!(got[1]["eventId"].as_str().is_some_and(|id| id.len() == 36));
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/circuit-alert: a circuit that opened is told, that of a best-effort group is not
+#[tokio::test]
+async fn a_circuit_that_opened_is_told_unless_its_group_is_best_effort() {
+    let (bus, jobs) = bus().await;
+    let server = Server::start().await;
+    let alerts = alerts(&jobs, Target::Json(server.client()));
+    alerts.mount().await.unwrap();
+    let groups = [
+        ("extra", Criticality::BestEffort),
+        ("mail", Criticality::Critical),
+    ];
+    for (group, criticality) in groups {
+        let fails = || async { Err::<(), _>(HandlerError::new("connection refused")) };
+        bus.subscribe(format!("{group}.wanted").as_str())
+            .group(group)
+            .breaker(BreakerPolicy::new().fail_max(2))
+            .criticality(criticality)
+            .handler(fails)
+            .await
+            .unwrap();
+    }
+    bus.start().await.unwrap();
+    for (group, _) in groups {
+        let event_type = format!("{group}.wanted");
+        for n in 0..2 {
+            bus.publish((event_type.as_str(), n)).await.unwrap();
+        }
+        until(|| {
+            let breakers = bus.breakers();
+            let opened = breakers.iter().find(|breaker| breaker.name == group);
+            opened.is_some_and(|breaker| breaker.times_opened == 1)
+        })
+        .await;
+    }
+    let got = server.received(1).await;
+    assert_eq!(got[0]["kind"], "circuit_opened");
+    assert_eq!(got[0]["fields"]["dependency"], "mail");
+    assert_eq!(got[0]["fields"]["group"], "mail");
+    bus.shutdown().await.unwrap();
+    assert_eq!(server.got.lock().len(), 1);
 }

@@ -274,14 +274,14 @@ async fn a_start_that_is_known_with_another_body_is_no_failure() {
 async fn a_job_of_many_roots_starts_and_completes() {
     let jobs = memory().await;
     running(&jobs).await;
-    let tasks = (0..2_000).map(|n| task(&format!("t{n}"), &[])).collect();
+    let tasks = (0..10_000).map(|n| task(&format!("t{n}"), &[])).collect();
     jobs.submit_job(job("wide", tasks)).await.unwrap();
     assert_eq!(ended(&jobs, "wide").await.state, JobState::Completed);
     until("the job is completed", async || {
         count::<JobCompleted>(&jobs).await == 1
     })
     .await;
-    assert_eq!(count::<TaskPending>(&jobs).await, 2_000);
+    assert_eq!(count::<TaskPending>(&jobs).await, 10_000);
     jobs.bus().shutdown().await.unwrap();
 }
 

@@ -15,6 +15,9 @@ pub enum OutputKind {
     Text,
     /// There is no output: what the child writes is dropped.
     Nothing,
+    /// JSON that the child writes to the file descriptor whose number is in `EVERBUS_OUTPUT_FD`. Of standard output only
+    /// reports are read.
+    Descriptor,
 }
 
 /// The standard output of a child.
@@ -32,6 +35,8 @@ pub(super) struct Output {
     pub(super) usage: Option<Usage>,
     pub(super) error: Option<ReportedError>,
     explicit: Option<Json>,
+    /// What was written to a descriptor of its own.
+    apart: Vec<u8>,
 }
 
 impl Output {
@@ -58,6 +63,16 @@ impl Output {
         false
     }
 
+    /// Adds what was read from a descriptor of its own, as [`add`](Self::add).
+    pub(super) fn add_apart(&mut self, bytes: &[u8]) -> bool {
+        self.written = self.written.saturating_add(bytes.len());
+        if self.written > self.limit {
+            return true;
+        }
+        self.apart.extend_from_slice(bytes);
+        false
+    }
+
     /// The last line may have no newline.
     pub(super) fn finish(&mut self) {
         if self.line < self.text.len() {
@@ -76,7 +91,9 @@ impl Output {
                     Report::Output { value } => self.explicit = Some(value),
                 }
             }
-            None if self.kind == OutputKind::Nothing => self.text.truncate(self.line),
+            None if matches!(self.kind, OutputKind::Nothing | OutputKind::Descriptor) => {
+                self.text.truncate(self.line);
+            }
             None => self.line = self.text.len(),
         }
     }
@@ -89,6 +106,15 @@ impl Output {
         let text = self.text.trim_ascii();
         match self.kind {
             OutputKind::Nothing => Ok(Json::null()),
+            OutputKind::Descriptor if self.apart.trim_ascii().is_empty() => Ok(Json::null()),
+            OutputKind::Descriptor => {
+                let text = self.apart.trim_ascii();
+                serde_json::from_slice(text).map_err(|error| {
+                    let shown = String::from_utf8_lossy(&text[..text.len().min(200)]);
+                    let variable = super::descriptor::VARIABLE;
+                    format!("what was written to {variable} is not JSON ({error}): {shown}")
+                })
+            }
             OutputKind::Text => {
                 Json::of(&String::from_utf8_lossy(text)).map_err(|error| error.to_string())
             }

@@ -5,10 +5,12 @@
 //!
 //! - Standard input has the input of the task as JSON, and then ends.
 //! - A line on standard output that begins with `{"everbus":` is a report; see [`Report`](report::Report).
-//! - The last other line of standard output is the output of the task, as JSON.
+//! - The last other line of standard output is the output of the task, as JSON; or, with [`OutputKind::Descriptor`],
+//!   what it writes to a descriptor of its own.
 //! - Exit code 0 means that the task is completed.
 
 mod collect;
+mod descriptor;
 mod exit;
 pub(crate) mod report;
 mod status;

@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime};
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::unix::pipe::Receiver;
 use tokio::process::{ChildStderr, ChildStdin, ChildStdout};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
@@ -138,7 +139,7 @@ impl Running {
             return Err(io::Error::new(io::ErrorKind::Unsupported, what));
         }
         let started = Instant::now();
-        let mut child = command.spawn()?;
+        let (mut child, apart) = super::descriptor::spawn(command, kind)?;
         let (stdin, stdout, stderr) =
             (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let process = Process::new(child)?;
@@ -150,6 +151,7 @@ impl Running {
             stdin: stdin.map(ChildStdin::from_std).transpose()?,
             stdout: stdout.map(ChildStdout::from_std).transpose()?,
             stderr: stderr.map(ChildStderr::from_std).transpose()?,
+            apart,
             input,
         };
         let (orders, orders_of_child) = watch::channel(None);
@@ -248,6 +250,8 @@ struct Pipes {
     stdin: Option<ChildStdin>,
     stdout: Option<ChildStdout>,
     stderr: Option<ChildStderr>,
+    /// The descriptor of its own for the output.
+    apart: Option<Receiver>,
     input: Vec<u8>,
 }
 
@@ -376,6 +380,7 @@ impl Supervision {
             stdin,
             stdout,
             stderr,
+            apart,
             input,
         } = pipes;
         let feed = async {
@@ -384,7 +389,12 @@ impl Supervision {
                 let _ = stdin.write_all(&input).await;
             }
         };
-        tokio::join!(feed, self.read_output(stdout), self.read_errors(stderr));
+        tokio::join!(
+            feed,
+            self.read_output(stdout),
+            self.read_errors(stderr),
+            self.read_apart(apart)
+        );
     }
 
     async fn read_output(&self, stdout: Option<ChildStdout>) {
@@ -412,6 +422,16 @@ impl Supervision {
         let mut chunk = Vec::with_capacity(CHUNK);
         while read(&mut stderr, &mut chunk).await {
             self.stderr.lock().add(&chunk);
+        }
+    }
+
+    async fn read_apart(&self, apart: Option<Receiver>) {
+        let Some(mut apart) = apart else { return };
+        let mut chunk = Vec::with_capacity(CHUNK);
+        while read(&mut apart, &mut chunk).await {
+            if self.output.lock().add_apart(&chunk) {
+                self.too_much.notify_one();
+            }
         }
     }
 }

@@ -119,6 +119,31 @@ async fn text_can_be_the_output() {
     stage.bus.shutdown().await.unwrap();
 }
 
+// conformance: workflow/task-child: the output can be written to a file descriptor of its own, as JSON within the limit
+#[tokio::test]
+async fn the_output_can_have_a_descriptor_of_its_own() {
+    let stage = Stage::new().await;
+    let limits = ChildLimits::default();
+    let command = stage.command(limits).output(OutputKind::Descriptor);
+    stage.start(stage.worker(limits).command(command)).await;
+    let events = stage.run("descriptor", "{}").await;
+    assert_eq!(events[2].properties["output"], json!({"colors": 8}));
+    assert_eq!(events[2].properties["usage"]["outputTokens"], 2);
+    // Nothing was written to it.
+    let events = stage.run("not-json", "{}").await;
+    assert_eq!(events[2].properties["output"], json!(null));
+    for (name, why) in [
+        ("descriptor-not-json", "is not JSON"),
+        ("descriptor-huge", "more than"),
+    ] {
+        let events = stage.run(name, "{}").await;
+        assert_eq!(events[2].event_type, "Task Failed");
+        let error = events[2].properties["error"].as_str().unwrap();
+        assert!(error.contains(why), "{error}");
+    }
+    stage.bus.shutdown().await.unwrap();
+}
+
 #[tokio::test]
 async fn a_large_input_reaches_a_child_and_one_that_is_not_read_does_no_harm() {
     let stage = Stage::new().await;

@@ -10,6 +10,14 @@ usage)
   echo 'this line is not the output'
   ;;
 not-json) echo 'all is well' ;;
+descriptor)
+  echo 'for people'
+  echo '{"everbus":"usage","inputTokens":1,"outputTokens":2,"cacheReadTokens":3}'
+  printf '{"colors":\n' > "/dev/fd/$EVERBUS_OUTPUT_FD"
+  echo '8}' > "/dev/fd/$EVERBUS_OUTPUT_FD"
+  ;;
+descriptor-not-json) echo 'all is well' > "/dev/fd/$EVERBUS_OUTPUT_FD" ;;
+descriptor-huge) head -c 100000000 /dev/zero > "/dev/fd/$EVERBUS_OUTPUT_FD" ;;
 huge) head -c 100000000 /dev/zero | tr '\0' x ;;
 forever) while :; do echo 0123456789; done ;;
 forever-stderr) while :; do echo 0123456789; done >&2 ;;
