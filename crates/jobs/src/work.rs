@@ -296,7 +296,7 @@ mod tests {
         );
         assert!(merged_many.get().contains("$output"));
         // With an input that leaves little room.
-        let own = Json::parse(&format!("{{\"own\":{}}}", text(100_000))).unwrap();
+        let own = Json::parse(format!("{{\"own\":{}}}", text(100_000))).unwrap();
         let outputs = [("a", small(&text(10_000))), ("b", small(&text(9_000)))];
         let tight = merged(&own, &outputs.into(), 115_000).unwrap();
         assert!(tight.get().len() < 115_000, "{}", tight.get().len());

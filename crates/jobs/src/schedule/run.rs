@@ -230,7 +230,7 @@ impl Scheduler {
         for entry in self.entries().await? {
             let now = self.jobs.now();
             let begun = self.begun.get(&entry.name);
-            if !begun.is_some_and(|run| !run.is_finished()) {
+            if begun.is_none_or(AbortHandle::is_finished) {
                 let due = self.due(&entry, now).await?;
                 self.begin(&entry, due).await?;
             }
