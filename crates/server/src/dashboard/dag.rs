@@ -6,7 +6,7 @@ use everbus_jobs::{JobPicture, Layout};
 use maud::{Markup, html};
 
 /// Characters of a box.
-const FITS: usize = 23;
+const FITS: usize = 19;
 
 /// The word for a state, also for a task that has not begun.
 pub(super) const fn word(state: Option<TaskState>) -> &'static str {
@@ -60,13 +60,20 @@ pub(super) fn draw(
                             @if let Some(reason) = picture.reason(number, statuses.get(number)) { "; " (reason) }
                         }
                         rect x=(x) y=(y) width=(w) height=(h) rx="8" {}
-                        text x=(x + 12) y=(y + 19) { (short(&task.task_id)) }
+                        text x=(x + 12) y=(y + 19) { (short(own(&task.task_id, &picture.job_id))) }
                         text.state x=(x + 12) y=(y + 35) { (word(state)) " · " (short(&task.name)) }
                     }
                 }
             }
         }
     }
+}
+
+/// The id of a task without the id of its job, which many begin with.
+fn own<'a>(task: &'a str, job: &str) -> &'a str {
+    let rest = task.strip_prefix(job).unwrap_or(task);
+    let rest = rest.trim_start_matches(['.', '-', '/', ':']);
+    if rest.is_empty() { task } else { rest }
 }
 
 /// The end of an id says more than its beginning, which the tasks of a job often share.
