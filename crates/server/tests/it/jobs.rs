@@ -54,6 +54,7 @@ async fn until_job(api: &Api, job: &str, state: &str) -> Value {
     .await
 }
 
+// conformance: workflow/job-api: a job is submitted over HTTP, and tasks are added to it
 // conformance: operations/server-jobs: a job that is posted to the server is dispatched by it, completes with a worker, is drawn as it was at each moment, and grows
 #[tokio::test(flavor = "multi_thread")]
 async fn a_posted_job_is_dispatched_and_completes() {
