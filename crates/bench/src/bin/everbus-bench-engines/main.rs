@@ -5,9 +5,12 @@
 //! the median counts. A rate counts only if everything was stored and handled.
 
 mod bloat;
+mod faststream;
+mod kafka;
 mod nats;
 mod ours;
 mod postgres;
+mod redis;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -26,10 +29,14 @@ const FETCH: usize = 500;
 
 const USAGE: &str = "\
 usage: everbus-bench-engines [-o json] [--quick] [--events N] [ENGINE…]
+       everbus-bench-engines [-o json] [--quick] [--events N] --faststream
        everbus-bench-engines [-o json] --bloat N
 
 --bloat sends N events through PostgreSQL and prints what its hot tables weigh meanwhile.
-ENGINE is postgres or nats; all if none is named. The servers are started for the run.";
+--faststream measures consuming on Redis beside a service on FastStream, the newest release.
+ENGINE is postgres, nats, redis or kafka; all if none is named. The servers are started for the run.";
+
+const ENGINES: [&str; 4] = ["postgres", "nats", "redis", "kafka"];
 
 /// What a run is asked to do.
 struct Plan {
@@ -38,7 +45,8 @@ struct Plan {
     rounds: usize,
     samples: usize,
     bloat: Option<usize>,
-    engines: Vec<String>,
+    faststream: bool,
+    engines: Vec<&'static str>,
 }
 
 impl Plan {
@@ -49,6 +57,7 @@ impl Plan {
             rounds: 3,
             samples: 1000,
             bloat: None,
+            faststream: false,
             engines: Vec::new(),
         };
         let mut arguments = arguments;
@@ -73,14 +82,17 @@ impl Plan {
                     let number = arguments.next().and_then(|n| n.parse().ok());
                     plan.bloat = Some(number.ok_or("--bloat takes a number of events")?);
                 }
-                "postgres" | "nats" => plan.engines.push(argument),
-                other => return Err(format!("{other:?} is not known")),
+                "--faststream" => plan.faststream = true,
+                other => match ENGINES.into_iter().find(|engine| *engine == other) {
+                    Some(engine) => plan.engines.push(engine),
+                    None => return Err(format!("{other:?} is not known")),
+                },
             }
         }
         // Every publisher publishes whole batches.
         plan.events = plan.events.next_multiple_of(PUBLISHERS * BATCH);
         if plan.engines.is_empty() {
-            plan.engines = ["postgres", "nats"].map(str::to_owned).to_vec();
+            plan.engines = ENGINES.to_vec();
         }
         Ok(plan)
     }
@@ -139,6 +151,14 @@ fn main() -> ExitCode {
 async fn run(plan: &Plan) -> Outcome<()> {
     match plan.bloat {
         Some(events) => print_json(plan, &bloat::measure(plan, events).await?),
+        None if plan.faststream => {
+            let lines = faststream::measure(plan).await?;
+            if !plan.json {
+                print_header();
+                print_rows(&lines);
+            }
+            print_json(plan, &lines);
+        }
         None => print_json(plan, &measure(plan).await?),
     }
     Ok(())
@@ -157,19 +177,27 @@ async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
                     "{engine}, {payload} bytes, round {round} of {}",
                     plan.rounds
                 ));
-                if engine == "postgres" {
-                    raw.push(postgres::raw(plan, payload).await?);
-                    ours.push(postgres::ours(plan, payload).await?);
-                } else {
-                    raw.push(nats::raw(plan, payload).await?);
-                    ours.push(nats::ours(plan, payload).await?);
-                }
+                let (theirs, own) = match *engine {
+                    "postgres" => (
+                        postgres::raw(plan, payload).await?,
+                        postgres::ours(plan, payload).await?,
+                    ),
+                    "nats" => (
+                        nats::raw(plan, payload).await?,
+                        nats::ours(plan, payload).await?,
+                    ),
+                    "redis" => (
+                        redis::raw(plan, payload).await?,
+                        redis::ours(plan, payload).await?,
+                    ),
+                    _ => (
+                        kafka::raw(plan, payload).await?,
+                        kafka::ours(plan, payload).await?,
+                    ),
+                };
+                raw.push(theirs);
+                ours.push(own);
             }
-            let engine = if engine == "postgres" {
-                "postgres"
-            } else {
-                "nats"
-            };
             let measured = compare(engine, payload, plan.events, &raw, &ours);
             if !plan.json {
                 print_rows(&measured);
