@@ -67,11 +67,13 @@ async fn open(url: &str) -> Outcome<Bus> {
 }
 
 async fn fill(bus: &Bus, events: usize, payload: usize) -> Outcome<()> {
-    let text = "x".repeat(payload - 2);
+    // A document of that system is an object.
+    let text = "x".repeat(payload - r#"{"text":""}"#.len());
+    let body = serde_json::json!({ "text": text });
     for _ in 0..events / BATCH {
         let event = |_| {
             Event::builder(TYPE)
-                .json(&text)
+                .json(&body)
                 .source("bench")
                 .correlation_id("c")
                 .build()
