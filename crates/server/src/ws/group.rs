@@ -1,6 +1,7 @@
 //! A durable group over the WebSocket: events under leases, settled by the acks of the client.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -70,7 +71,7 @@ impl Held {
     }
 
     /// Extends the leases until the future is dropped.
-    async fn keep(&self, state: &AppState, caller: &Caller) {
+    async fn keep(&self, state: &AppState, caller: &Caller) -> Infallible {
         loop {
             tokio::time::sleep(EXTEND_EVERY).await;
             let now = Instant::now();
@@ -148,7 +149,7 @@ pub(super) async fn send(
     let (keep_state, keep_caller) = (state.clone(), caller.clone());
     tokio::select! {
         id = send_events(state, caller, wanted, held, outbox) => id,
-        () = keeper.keep(&keep_state, &keep_caller) => Arc::from(""),
+        never = keeper.keep(&keep_state, &keep_caller) => match never {},
     }
 }
 
