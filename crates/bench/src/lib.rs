@@ -11,6 +11,7 @@ mod dead_letters;
 mod end_to_end;
 mod figure;
 mod history;
+mod http;
 mod jobs;
 mod latency;
 mod memory;
@@ -88,6 +89,10 @@ scenarios! {
         outbox::measure_memory;
     "outbox": "A relay from a separate database into a file, beside a raw batched insert",
         outbox::measure_relay;
+    "http-publish": "Single events over HTTP from 64 connections, beside a bare axum handler", http::measure_publish;
+    "http-batch": "Batches of 1000 over HTTP, as an array and as lines, beside publish_batch", http::measure_batch;
+    "http-websocket": "1,000 events per second to 500 clients of the WebSocket", http::measure_listen;
+    "http-pages": "The dashboard and lists of a server with 5,000,000 events", http::measure_pages;
     "jobs": "Tasks that do nothing, from submit to completed, with all their events stored", jobs::measure;
     "jobs-dispatch": "A job of 10,000 tasks in layers of 100: what the dispatcher costs",
         jobs::measure_dispatch;

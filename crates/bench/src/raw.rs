@@ -86,12 +86,7 @@ pub(crate) async fn range_deletes(path: PathBuf, events: u64) -> Result<Duration
 
 /// Bare group commit: the same table fed by a channel, each task awaiting its commit.
 pub(crate) async fn group_commit(path: PathBuf, tasks: u64, events: u64) -> Result<Duration> {
-    let (to, from) = mpsc::unbounded_channel();
-    let (ready, opened) = oneshot::channel();
-    let writer = std::thread::spawn(move || commit_what_is_queued(&path, from, ready));
-    if opened.await.is_err() {
-        return Err(join(writer).err().unwrap_or_else(ended));
-    }
+    let (to, writer) = start_group_commit(path).await?;
     let each = events.div_ceil(tasks);
     let payload = sample::payload();
     let began = Instant::now();
@@ -114,7 +109,30 @@ pub(crate) async fn group_commit(path: PathBuf, tasks: u64, events: u64) -> Resu
     Ok(took)
 }
 
-type Queued = (bytes::Bytes, oneshot::Sender<()>);
+/// A payload, and who waits for its commit.
+pub(crate) type Queued = (bytes::Bytes, oneshot::Sender<()>);
+
+type Writer = std::thread::JoinHandle<rusqlite::Result<()>>;
+
+/// The thread of a bare group commit, and its queue.
+pub(crate) async fn start_group_commit(
+    path: PathBuf,
+) -> Result<(mpsc::UnboundedSender<Queued>, Writer)> {
+    let (to, from) = mpsc::unbounded_channel();
+    let (ready, opened) = oneshot::channel();
+    let writer = std::thread::spawn(move || commit_what_is_queued(&path, from, ready));
+    if opened.await.is_err() {
+        return Err(join(writer).err().unwrap_or_else(ended));
+    }
+    Ok((to, writer))
+}
+
+/// How many rows the raw table has.
+pub(crate) fn count(path: &Path) -> Result<u64> {
+    let connection = Connection::open(path).map_err(failed)?;
+    let count = connection.query_row("SELECT count(*) FROM raw", [], |row| row.get::<_, i64>(0));
+    Ok(u64::try_from(count.map_err(failed)?).unwrap_or(0))
+}
 
 fn commit_what_is_queued(
     path: &Path,
@@ -138,7 +156,7 @@ fn commit_what_is_queued(
     Ok(())
 }
 
-fn join(writer: std::thread::JoinHandle<rusqlite::Result<()>>) -> Result<()> {
+pub(crate) fn join(writer: Writer) -> Result<()> {
     match writer.join() {
         Ok(outcome) => outcome.map_err(failed),
         Err(_) => Err(ended()),

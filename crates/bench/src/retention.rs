@@ -29,8 +29,6 @@ const ATTRIBUTED: f64 = 10_000.0;
 struct Round {
     rate: f64,
     freed: u64,
-    /// The longest that a transaction worked, and held the writer.
-    longest: (Duration, Duration),
     /// Latencies by [`Kind`].
     took: [Vec<Duration>; 3],
 }
@@ -52,13 +50,6 @@ impl Rounds {
 
     fn freed(&self) -> u64 {
         self.0.iter().map(|round| round.freed).min().unwrap_or(0)
-    }
-
-    /// The longest of all rounds, in microseconds.
-    fn longest(&self) -> (u128, u128) {
-        let steps = self.0.iter().map(|round| round.longest.0.as_micros());
-        let holds = self.0.iter().map(|round| round.longest.1.as_micros());
-        (steps.max().unwrap_or(0), holds.max().unwrap_or(0))
     }
 
     /// The latencies of all rounds together.
@@ -98,12 +89,11 @@ impl Rounds {
     fn describe(&self) -> String {
         let quiet = self.felt(Kind::Quiet);
         let (busy, shrinking) = (self.felt(Kind::Removing), self.felt(Kind::Shrinking));
-        let (step, hold) = self.longest();
         let (least, most) = self.spread();
         format!(
             "p50/p99 of a publish in quiet {:.0}/{:.0} µs ({} publishes), while they go {:.0}/{:.0} µs \
              ({}; {:.2} ×, rounds {least:.2}–{most:.2}), while space is given back {:.0}/{:.0} µs \
-             ({}; {:.2} ×), the writer held for at most {hold} µs, {step} µs of it for work",
+             ({}; {:.2} ×)",
             quiet.p50,
             quiet.p99,
             quiet.count,
@@ -164,7 +154,6 @@ async fn one(bench: &Bench, bus: &Bus, events: u64, attributed: bool) -> Result<
     let pacer = Pacer::start(bus);
     tokio::time::sleep(if bench.quick { WARM_UP / 10 } else { WARM_UP }).await;
     let (mut removed, mut took, mut freed) = (0, Duration::ZERO, 0);
-    let mut longest = (Duration::ZERO, Duration::ZERO);
     let mut shrinking_windows = 0;
     loop {
         pacer.count_as(Some(Kind::Quiet));
@@ -176,8 +165,6 @@ async fn one(bench: &Bench, bus: &Bus, events: u64, attributed: bool) -> Result<
         removed += window.done.removed;
         took += window.removing;
         freed += window.done.freed_bytes;
-        longest.0 = longest.0.max(window.done.longest_step);
-        longest.1 = longest.1.max(window.done.longest_hold);
         shrinking_windows += u32::from(window.done.freed_bytes > 0);
         if window.complete || shrinking_windows == SHRINKING {
             break;
@@ -195,7 +182,6 @@ async fn one(bench: &Bench, bus: &Bus, events: u64, attributed: bool) -> Result<
     Ok(Round {
         rate: rate(removed, took),
         freed,
-        longest,
         took: latencies,
     })
 }

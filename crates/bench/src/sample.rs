@@ -146,6 +146,11 @@ impl Moments {
         }
     }
 
+    pub(crate) fn at(&self, index: usize) -> u64 {
+        let moment = self.0.get(index);
+        moment.map_or(0, |moment| moment.load(Ordering::Relaxed))
+    }
+
     pub(crate) fn all(&self) -> impl Iterator<Item = u64> {
         self.0.iter().map(|moment| moment.load(Ordering::Relaxed))
     }

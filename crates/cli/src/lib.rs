@@ -8,6 +8,7 @@ mod args;
 mod commands;
 mod files;
 mod interrupt;
+mod logging;
 mod open;
 mod operator;
 mod output;
@@ -16,6 +17,8 @@ mod progress;
 mod reader;
 mod stop;
 mod suggest;
+#[cfg(feature = "otlp")]
+mod telemetry;
 mod values;
 mod when;
 
@@ -25,7 +28,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 use everbus::audit::with_operator;
 
-use crate::args::{Args, Command, OutputFormat};
+use crate::args::{Args, OutputFormat};
 use crate::output::Output;
 use crate::stop::Stop;
 
@@ -41,7 +44,10 @@ pub fn main() -> ExitCode {
         Ok(args) => args,
         Err(error) => return usage(&error, &raw),
     };
-    start_logging(&args);
+    let logging = match logging::start(&args) {
+        Ok(logging) => logging,
+        Err(stop) => return stop.report(args.output),
+    };
     let mut output = Output::new(args.output);
     let format = args.output;
     let built = enough_descriptors().and_then(|()| {
@@ -58,6 +64,7 @@ pub fn main() -> ExitCode {
     let outcome = runtime.block_on(run);
     // A thread that still runs (a reader of standard input) must not delay the exit.
     runtime.shutdown_background();
+    drop(logging);
     match outcome.and_then(|()| output.flush()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(stop) => {
@@ -97,27 +104,4 @@ fn usage(error: &clap::Error, raw: &[OsString]) -> ExitCode {
 
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
-}
-
-fn start_logging(args: &Args) {
-    let level = match args.verbose {
-        // These commands fail on purpose, and print it themselves.
-        0 if matches!(args.command, Some(Command::Demo | Command::Bench(_))) => "off",
-        0 if matches!(&args.command, Some(Command::Serve(serve)) if serve.demo) => "off",
-        0 => "warn",
-        1 => "info",
-        2 => "debug",
-        _ => "trace",
-    };
-    let filter = tracing_subscriber::EnvFilter::try_from_env("EVERBUS_LOG")
-        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(level));
-    let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    let logs = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr)
-        .with_ansi(ansi);
-    match args.log_format {
-        OutputFormat::Text => logs.init(),
-        OutputFormat::Json => logs.json().flatten_event(true).init(),
-    }
 }

@@ -1,4 +1,4 @@
-//! An open engine: the broker and its optional abilities.
+//! An open engine: the broker and its optional abilities. A new engine begins with [`Broker`].
 
 use std::fmt;
 use std::path::PathBuf;

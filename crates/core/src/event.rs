@@ -40,8 +40,9 @@ pub struct Event {
     version: u32,
     occurred_at: Timestamp,
     payload: Bytes,
-    // Most events have no attributes: one pointer instead of four hundred bytes.
-    attributes: Option<Box<Attributes>>,
+    // Most events have no attributes: one pointer instead of four hundred bytes. Shared, because an event is cloned on
+    // its way from a handler to the log.
+    attributes: Option<Arc<Attributes>>,
     // The id was generated, not given by the publisher. Not stored.
     made_id: bool,
 }
@@ -297,14 +298,14 @@ impl Event {
     /// Addresses the event to one group: all others skip it.
     #[must_use]
     pub fn addressed_to(mut self, group: &GroupName) -> Self {
-        self.attributes.get_or_insert_default().address = Some(group.as_str().to_owned());
+        self.attributes_mut().address = Some(group.as_str().to_owned());
         self
     }
 
     /// Notes that a bridge carries the event; see [`Attributes::bridged`].
     #[must_use]
     pub fn bridged_by(mut self, bridge: EventId) -> Self {
-        self.attributes.get_or_insert_default().bridged.push(bridge);
+        self.attributes_mut().bridged.push(bridge);
         self
     }
 
@@ -320,7 +321,7 @@ impl Event {
         version: u32,
         occurred_at: Timestamp,
         payload: Bytes,
-        attributes: Option<Box<Attributes>>,
+        attributes: Option<impl Into<Arc<Attributes>>>,
     ) -> Self {
         Self {
             id,
@@ -328,9 +329,13 @@ impl Event {
             version,
             occurred_at,
             payload,
-            attributes,
+            attributes: attributes.map(Into::into),
             made_id: false,
         }
+    }
+
+    fn attributes_mut(&mut self) -> &mut Attributes {
+        Arc::make_mut(self.attributes.get_or_insert_default())
     }
 
     pub(crate) fn with_made_id(mut self, made: bool) -> Self {
@@ -359,7 +364,7 @@ impl Event {
         if from == Inherited::default() {
             return self;
         }
-        let own = self.attributes.get_or_insert_default();
+        let own = self.attributes_mut();
         own.correlation_id = own.correlation_id.take().or(from.correlation_id);
         own.causation_id = own.causation_id.take().or(from.causation_id);
         own.trace = own.trace.take().or(from.trace);
@@ -372,7 +377,7 @@ impl Event {
     #[must_use]
     pub fn with_overflow(mut self, payload: Bytes, overflow: Overflow) -> Self {
         self.payload = payload;
-        self.attributes.get_or_insert_default().overflow = Some(Box::new(overflow));
+        self.attributes_mut().overflow = Some(Box::new(overflow));
         self
     }
 
@@ -381,7 +386,7 @@ impl Event {
     pub fn made_whole(mut self, payload: Bytes) -> Self {
         self.payload = payload;
         if let Some(attributes) = &mut self.attributes {
-            attributes.overflow = None;
+            Arc::make_mut(attributes).overflow = None;
             if **attributes == Attributes::default() {
                 self.attributes = None;
             }

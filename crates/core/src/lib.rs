@@ -93,8 +93,8 @@ pub use lag::{Lag, StreamLag};
 pub use layer::BrokerLayer;
 pub use log::{EventState, GroupState, Log, Recorded};
 pub use maintenance::{
-    CheckReport, DutyRecord, Finding, Held, Holdings, Maintenance, Pruned, RETENTION_DUTY,
-    Retention, StreamAge, TypeHoldings,
+    CheckReport, Finding, Held, Holdings, Maintenance, Pruned, RETENTION_DUTY, Retention,
+    StreamAge, TypeHoldings,
 };
 pub use orphans::{LogId, Orphan, Orphans};
 pub use outbox::{

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
 use crate::broker::BoxFuture;
 use crate::clock_record::{ClockDoubt, ClockRecord};
@@ -92,7 +92,7 @@ impl Retention {
         ages.try_fold(self.max_age?, |longest, age| Some(longest.max(age?)))
     }
 
-    /// The name of the [duty](Maintenance::take_duty) for this policy. Buses with different policies for
+    /// The name of the periodic duty for this policy. Buses with different policies for
     /// one store each run their own.
     pub fn duty(&self) -> String {
         // FNV-1a: the same in every process; an attacker gains nothing by a collision.
@@ -146,30 +146,13 @@ pub struct Pruned {
     pub outbox: u64,
     /// Bytes returned to the file system; unknown in a preview.
     pub freed_bytes: u64,
-    /// The longest work of one transaction on the writer, without its commit; zero without a writer, and in
-    /// a preview.
-    #[serde(rename = "longest_step_us", serialize_with = "as_micros")]
-    pub longest_step: Duration,
-    /// The longest time that one transaction blocked the writer, with its commit.
-    #[serde(rename = "longest_hold_us", serialize_with = "as_micros")]
-    pub longest_hold: Duration,
-}
-
-fn as_micros<S: Serializer>(
-    time: &Duration,
-    serializer: S,
-) -> std::result::Result<S::Ok, S::Error> {
-    serializer.serialize_u64(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
 }
 
 impl Pruned {
-    /// The same without values that differ from run to run and that a preview cannot know: freed space and
-    /// times.
+    /// The same without the freed space, which differs from run to run and which a preview cannot know.
     pub fn outcome(self) -> Self {
         Self {
             freed_bytes: 0,
-            longest_step: Duration::ZERO,
-            longest_hold: Duration::ZERO,
             ..self
         }
     }
@@ -190,8 +173,6 @@ pub struct Holdings {
     pub outbox: Held,
     /// Events with an expiry time; `oldest` is the next expiry.
     pub expiring: Held,
-    /// The process that ran retention last, and when it began.
-    pub last_run: Option<DutyRecord>,
     /// Set if the clock is in doubt; then retention does not run by itself.
     pub clock: Option<ClockDoubt>,
 }
@@ -216,24 +197,7 @@ pub struct Held {
     pub oldest: Option<Timestamp>,
 }
 
-/// The last run of a periodic duty.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, serde::Deserialize)]
-pub struct DutyRecord {
-    /// The process that ran it.
-    pub owner: String,
-    /// When it began.
-    pub at: Timestamp,
-}
-
-impl DutyRecord {
-    /// Whether the duty was taken within this time. A record from the future was written before the clock
-    /// was set back.
-    pub fn holds(&self, now: Timestamp, every: Duration) -> bool {
-        self.at <= now && now.since(self.at) < every
-    }
-}
-
-/// The prefix of the names of retention duties.
+/// The prefix of the names of retention duties, and the name of the record of the last run.
 pub const RETENTION_DUTY: &str = "retention";
 
 /// One finding of a check.
@@ -321,18 +285,6 @@ pub trait Maintenance: Send + Sync + 'static {
         ))))
     }
 
-    /// Takes a periodic duty, unless another process took it within this time. If several processes ask at
-    /// once, one gets it. The owner is recorded; an engine for a single process may always return true.
-    fn take_duty(
-        &self,
-        duty: String,
-        owner: String,
-        every: Duration,
-    ) -> BoxFuture<'_, Result<bool>> {
-        let _ = (duty, owner, every);
-        Box::pin(std::future::ready(Ok(true)))
-    }
-
     /// Checks the clock, before data is removed by age: it is in doubt if it jumped ahead since the last
     /// check, until it has run evenly for some time. An engine whose server tells the time may always trust
     /// it.
@@ -342,12 +294,6 @@ pub trait Maintenance: Send + Sync + 'static {
 
     /// An operator has confirmed that the clock is right.
     fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
-        Box::pin(std::future::ready(Ok(())))
-    }
-
-    /// Returns a duty that could not be done, so that the next process may try.
-    fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
-        let _ = (duty, owner);
         Box::pin(std::future::ready(Ok(())))
     }
 }

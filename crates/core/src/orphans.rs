@@ -2,8 +2,7 @@
 //!
 //! The large part of an event may be in an object store. Before an object is put, a note of it is made
 //! here; the append of its event removes the note, and the removal of the event makes it again, each in the
-//! same step. So every object of a log has a reference or a note at any moment. An object with neither was
-//! put by another log, or by a later state of this log that an older copy has replaced.
+//! same step. So every object of a log has a reference or a note at any moment.
 
 use std::fmt;
 
@@ -82,8 +81,4 @@ pub trait Orphans: Send + Sync + 'static {
 
     /// The id of this log.
     fn log_id(&self) -> BoxFuture<'_, Result<LogId>>;
-
-    /// Gives this log a new id and removes all notes, in one step. For a copy that replaced another state
-    /// of the same log.
-    fn renew(&self) -> BoxFuture<'_, Result<LogId>>;
 }

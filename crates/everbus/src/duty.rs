@@ -143,6 +143,29 @@ impl Duty {
     }
 }
 
+/// The last run of a periodic duty, for operators. It decides nothing.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LastRun {
+    /// The process that ran it.
+    pub owner: String,
+    /// When it ended.
+    pub at: Timestamp,
+}
+
+impl LastRun {
+    /// The last run, if there was one.
+    pub async fn of(engine: &Engine, duty: &str) -> Result<Option<Self>> {
+        let kv = Kv::new(engine.kv()?, BUCKET.to_owned())?;
+        Ok(kv.get_json(duty).await?.map(|(last, _)| last))
+    }
+
+    /// Records a run.
+    pub async fn note(&self, engine: &Engine, duty: &str) -> Result<()> {
+        let kv = Kv::new(engine.kv()?, BUCKET.to_owned())?;
+        kv.put_json(duty, self).await.map(drop)
+    }
+}
+
 /// A turn that this process has. It ends by [`finish`](Self::finish), or when its time is over.
 #[derive(Debug)]
 #[must_use = "a turn that is not finished holds the duty until its time is over"]

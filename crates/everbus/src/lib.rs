@@ -149,6 +149,8 @@ pub use kv::Kv;
 pub use open::builder::BusBuilder;
 #[cfg(feature = "sqlite")]
 pub use open::engines::Durable;
+#[cfg(feature = "otel")]
+pub use otel::continue_trace;
 pub use replay::{Replay, ReplayPreview, ReplayReport};
 pub use runtime::bus::Bus;
 pub use runtime::options::BusOptions;

@@ -26,6 +26,15 @@ pub(crate) fn current() -> Option<TraceContext> {
     })
 }
 
+/// Makes a span the child of the span that a trace context names, which is usually that of another process: the span
+/// of a request that came with `traceparent`. Call it before the span is entered.
+pub fn continue_trace(span: &Span, trace: &TraceContext) {
+    if let Some(parent) = parse(trace) {
+        // Fails only for a span that has begun or that no layer records.
+        let _ = span.set_parent(Context::new().with_remote_span_context(parent));
+    }
+}
+
 /// Makes a handler's span a child of the span that published the event, and links the two.
 pub(crate) fn link(span: &Span, trace: &TraceContext) {
     let Some(producer) = parse(trace) else { return };

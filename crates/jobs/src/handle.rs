@@ -233,7 +233,7 @@ impl Jobs {
         Emitter {
             tenant: self.tenant.clone(),
             app: self.app.clone(),
-            context: context(&self.environment, origin, None),
+            context: context(&self.environment, origin, None).into(),
             environment: self.environment.clone(),
             origin,
         }
@@ -257,15 +257,29 @@ pub struct Emitter {
     app: Arc<str>,
     environment: Arc<str>,
     origin: Origin,
-    context: String,
+    context: Arc<str>,
 }
 
 impl Emitter {
     /// Names the worker in the context.
     #[must_use]
     pub fn worker(mut self, worker_id: &str) -> Self {
-        self.context = context(&self.environment, self.origin, Some(worker_id));
+        self.context = context(&self.environment, self.origin, Some(worker_id)).into();
         self
+    }
+
+    /// The emitter for the tenant and app of an event.
+    #[must_use]
+    pub fn of(&self, event: &Event) -> Self {
+        let mut emitter = self.clone();
+        if event.tenant() != Some(&*self.tenant) {
+            emitter.tenant = event.tenant().unwrap_or(DEFAULT_TENANT).into();
+        }
+        let app = event.attributes().and_then(|a| a.app.as_deref());
+        if let Some(app) = app.filter(|app| *app != &*self.app) {
+            emitter.app = app.into();
+        }
+        emitter
     }
 
     /// The tenant of the events.

@@ -39,6 +39,7 @@ mod work;
 pub mod alerts;
 pub mod health;
 pub mod schedule;
+pub mod webhook;
 pub mod worker;
 
 pub use dispatcher::Dispatcher;

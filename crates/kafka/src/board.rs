@@ -20,7 +20,7 @@ use everbus_core::{
     Window,
 };
 
-use crate::progress::{Entry, Last, Saved};
+use crate::offset_metadata::{Entry, Last, Saved};
 use crate::topics::Topic;
 use crate::wire::Read;
 

@@ -15,7 +15,7 @@ use crate::client::{blocking, patiently};
 use crate::groups::Record;
 use crate::log::{Ends, read_partition};
 use crate::member::Member;
-use crate::progress::{Last, Saved};
+use crate::offset_metadata::{Last, Saved};
 use crate::topics::Topic;
 
 /// As many records of a partition are read to count those that match.

@@ -50,7 +50,7 @@ mod inspect;
 mod log;
 mod member;
 mod names;
-mod progress;
+mod offset_metadata;
 mod settle;
 mod topics;
 mod wire;

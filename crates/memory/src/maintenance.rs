@@ -3,12 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, CheckReport, ClockDoubt, ClockRecord, Code, DutyRecord, Error, GroupName, Held,
-    Holdings, Maintenance, Pruned, RETENTION_DUTY, Recorded, Result, Retention, Timestamp,
-    TypeHoldings, letter_kept_for,
+    BoxFuture, CheckReport, ClockDoubt, ClockRecord, Code, Error, GroupName, Held, Holdings,
+    Maintenance, Pruned, Recorded, Result, Retention, Timestamp, TypeHoldings, letter_kept_for,
 };
 
 use crate::broker::Memory;
@@ -86,12 +84,6 @@ impl Memory {
             dead_letters: state.dead.held(),
             audit: state.audit.held(),
             expiring,
-            last_run: state
-                .duties
-                .iter()
-                .filter(|(duty, _)| duty.starts_with(RETENTION_DUTY))
-                .map(|(_, record)| record.clone())
-                .max_by_key(|record| record.at),
             clock: look_at_clock(&state, self.now()).doubt,
             ..Holdings::default()
         })
@@ -151,24 +143,6 @@ impl Maintenance for Memory {
         Box::pin(async move { self.count_records() })
     }
 
-    fn take_duty(
-        &self,
-        duty: String,
-        owner: String,
-        every: Duration,
-    ) -> BoxFuture<'_, Result<bool>> {
-        Box::pin(async move {
-            let mut state = self.open_state()?;
-            let now = self.now();
-            let last = state.duties.get(&duty);
-            if last.is_some_and(|last| last.holds(now, every)) {
-                return Ok(false);
-            }
-            state.duties.insert(duty, DutyRecord { owner, at: now });
-            Ok(true)
-        })
-    }
-
     fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
         Box::pin(async move {
             let mut state = self.open_state()?;
@@ -180,20 +154,6 @@ impl Maintenance for Memory {
     fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             self.open_state()?.clock = Some(ClockRecord::certain(self.now()));
-            Ok(())
-        })
-    }
-
-    fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
-        Box::pin(async move {
-            let mut state = self.open_state()?;
-            if state
-                .duties
-                .get(&duty)
-                .is_some_and(|last| last.owner == owner)
-            {
-                state.duties.remove(&duty);
-            }
             Ok(())
         })
     }

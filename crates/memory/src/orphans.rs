@@ -85,12 +85,4 @@ impl Orphans for Memory {
     fn log_id(&self) -> BoxFuture<'_, Result<LogId>> {
         Box::pin(async move { Ok(self.open_state()?.orphans.log) })
     }
-
-    fn renew(&self) -> BoxFuture<'_, Result<LogId>> {
-        Box::pin(async move {
-            let mut state = self.open_state()?;
-            state.orphans = Default::default();
-            Ok(state.orphans.log)
-        })
-    }
 }

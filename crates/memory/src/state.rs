@@ -4,9 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use everbus_core::{
-    ClockRecord, DutyRecord, EventState, GroupName, Recorded, Result, Timestamp, no_group,
-};
+use everbus_core::{ClockRecord, EventState, GroupName, Recorded, Result, Timestamp, no_group};
 use tokio::sync::Notify;
 
 use crate::audit::Trail;
@@ -39,8 +37,6 @@ pub(crate) struct State {
     pub(crate) audit: Trail,
     pub(crate) next_token: u64,
     next_number: u64,
-    /// The last owner of each periodic duty.
-    pub(crate) duties: BTreeMap<String, DutyRecord>,
     /// The last check of the clock.
     pub(crate) clock: Option<ClockRecord>,
     /// The tasks that wait for a position to be settled, and their number.
@@ -65,7 +61,6 @@ impl State {
             audit: Trail::default(),
             next_token: 0,
             next_number: 0,
-            duties: BTreeMap::new(),
             clock: None,
             waiters: HashMap::new(),
         }

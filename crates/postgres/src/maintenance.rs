@@ -1,11 +1,11 @@
-//! Maintenance: a check of the tables, duties, and the record of the clock. Retention is a module of its own.
+//! Maintenance: a check of the tables, and the record of the clock. Retention is a module of its own.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use everbus_core::{
-    BoxFuture, CheckReport, ClockDoubt, ClockRecord, Code, DutyRecord, Error, Holdings,
-    Maintenance, Pruned, Result, Retention, Timestamp,
+    BoxFuture, CheckReport, ClockDoubt, ClockRecord, Code, Error, Holdings, Maintenance, Pruned,
+    Result, Retention, Timestamp,
 };
 
 use crate::Postgres;
@@ -20,8 +20,6 @@ const PAGE: i64 = 1000;
 /// Allowed difference between the clocks of machines: a day.
 const TOLERATED: Duration = Duration::from_secs(24 * 3600);
 const CLOCK: &str = "clock";
-/// Prefix of the keys of duties.
-const DUTY: &str = "duty/";
 
 impl Maintenance for Postgres {
     fn check(&self) -> BoxFuture<'_, Result<CheckReport>> {
@@ -55,42 +53,6 @@ impl Maintenance for Postgres {
 
     fn holdings(&self) -> BoxFuture<'_, Result<Holdings>> {
         Box::pin(self.count_holdings())
-    }
-
-    fn take_duty(
-        &self,
-        duty: String,
-        owner: String,
-        every: Duration,
-    ) -> BoxFuture<'_, Result<bool>> {
-        Box::pin(async move {
-            self.check_open()?;
-            let (now, key) = (self.now(), format!("{DUTY}{duty}"));
-            transaction!(self.pool, "taking on a duty", |tx| {
-                let last = parsed::<DutyRecord>(&duty, &lock_meta(tx, &key).await?)?;
-                if last.is_some_and(|last| last.holds(now, every)) {
-                    return Ok(false);
-                }
-                let record = serde_json::json!({"owner": owner, "at": now});
-                write_meta(tx, &key, &record.to_string()).await?;
-                Ok(true)
-            })
-        })
-    }
-
-    fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
-        Box::pin(async move {
-            self.check_open()?;
-            let key = format!("{DUTY}{duty}");
-            transaction!(self.pool, "giving a duty back", |tx| {
-                let last = parsed::<DutyRecord>(&duty, &lock_meta(tx, &key).await?)?;
-                if last.is_none_or(|last| last.owner == owner) {
-                    let sql = "DELETE FROM everbus.meta WHERE key = $1";
-                    tx.execute("giving a duty back", sql, &[&key]).await?;
-                }
-                Ok(())
-            })
-        })
     }
 
     fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
@@ -187,22 +149,6 @@ pub(crate) async fn clock_now(db: &impl Sql, now: Timestamp) -> Result<ClockReco
     let newest: Option<i64> = newest.map(|row| get(&row, 0)).transpose()?;
     let newest = newest.map(Timestamp::from_micros);
     Ok(ClockRecord::look(recorded_clock(db).await?, newest, now))
-}
-
-/// The latest record among the duties whose names have this prefix.
-pub(crate) async fn last_duty(db: &impl Sql, prefix: &str) -> Result<Option<DutyRecord>> {
-    let sql = "SELECT value FROM everbus.meta WHERE starts_with(key, $1) AND value <> ''";
-    let prefix = format!("{DUTY}{prefix}");
-    let rows = db.query("looking who has a duty", sql, &[&prefix]).await?;
-    let mut last: Option<DutyRecord> = None;
-    for row in &rows {
-        let record = parsed("a duty", get(row, 0)?)?;
-        last = last
-            .into_iter()
-            .chain(record)
-            .max_by_key(|record| record.at);
-    }
-    Ok(last)
 }
 
 /// The rules of the tables: each statement counts the rows that break one.

@@ -10,7 +10,7 @@ use everbus_core::{
 
 use crate::Postgres;
 use crate::errors::damaged;
-use crate::pool::{Sql, transaction};
+use crate::pool::Sql;
 use crate::rows::get;
 
 /// Removes the notes of the objects that these new events refer to, in the transaction of the append.
@@ -140,22 +140,6 @@ impl Orphans for Postgres {
             let row = row.ok_or_else(missing)?;
             let id = uuid::Uuid::try_parse(get::<&str>(&row, 0)?).map_err(|_| missing())?;
             Ok(LogId::from_bytes(*id.as_bytes()))
-        })
-    }
-
-    fn renew(&self) -> BoxFuture<'_, Result<LogId>> {
-        Box::pin(async move {
-            self.check_open()?;
-            let (id, doing) = (LogId::new(), "giving the log a new id");
-            let text = id.to_string();
-            transaction!(self.pool, doing, |tx| {
-                let sql = "INSERT INTO everbus.meta (key, value) VALUES ('log_id', $1)
-                           ON CONFLICT (key) DO UPDATE SET value = excluded.value";
-                tx.execute(doing, sql, &[&text]).await?;
-                tx.execute(doing, "DELETE FROM everbus.orphaned_objects", &[])
-                    .await?;
-                Ok(id)
-            })
         })
     }
 }

@@ -17,6 +17,8 @@ const MIGRATIONS: &[&[&str]] = &[
     ],
     // Claims under another isolation than read committed, and after another server took over.
     &[include_str!("sql/claim.sql")],
+    // Claims and acks without compilation.
+    &[include_str!("sql/claim.sql")],
 ];
 
 /// The version of the tables that this engine uses.

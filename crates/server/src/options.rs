@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use everbus::Config;
-use everbus::config::Compat;
+use everbus::config::{Alerts, Compat};
 
 /// The settings of a server. The default is a development server on `127.0.0.1:7770`.
 #[derive(Clone, Debug)]
@@ -34,6 +34,8 @@ pub struct ServerOptions {
     pub task_index: Option<PathBuf>,
     /// When the health of running tasks is checked, as a cron expression. `None`: never.
     pub health_check: Option<String>,
+    /// Who is told when something is wrong, and when a job ends.
+    pub alerts: Alerts,
 }
 
 impl ServerOptions {
@@ -45,6 +47,7 @@ impl ServerOptions {
                 Some(Compat::Framework) => vec![MetricsCompat::Framework],
                 _ => Vec::new(),
             },
+            alerts: config.alerts.clone().unwrap_or_default(),
             ..Self::default()
         };
         let Some(server) = &config.server else {
@@ -93,6 +96,7 @@ impl Default for ServerOptions {
             private_webhooks: false,
             task_index: None,
             health_check: Some("*/5 * * * *".to_owned()),
+            alerts: Alerts::default(),
         }
     }
 }

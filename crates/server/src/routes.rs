@@ -11,6 +11,8 @@ use axum::routing::{MethodFilter, MethodRouter, on};
 use everbus::audit::{Operator, with_operator};
 use http::Method;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
+use tracing::field::Empty;
+use tracing::{Instrument as _, Span};
 
 use crate::auth::{Caller, Scope};
 use crate::guard::Peer;
@@ -181,12 +183,49 @@ pub(crate) fn router(state: &AppState, routes: Vec<Route>) -> Router<AppState> {
     router
 }
 
-/// Finds out who calls, compares with what the route asks, and runs the handler in the name of the caller.
+/// Runs a request of the API in a span of its own.
 async fn check(
     State((state, route)): State<(AppState, Listed)>,
-    mut request: Request,
+    request: Request,
     next: Next,
 ) -> Response {
+    let span = span(&route, &request);
+    let response = checked(state, route, request, next)
+        .instrument(span.clone())
+        .await;
+    let status = response.status();
+    span.record("http.response.status_code", u64::from(status.as_u16()));
+    if status.is_server_error() {
+        span.record("otel.status_code", "error");
+    }
+    response
+}
+
+/// The span of a request to the API, named as OpenTelemetry asks; other requests have none.
+fn span(route: &Listed, request: &Request) -> Span {
+    if !route.path.starts_with("/v1/") {
+        return Span::none();
+    }
+    let span = tracing::info_span!(
+        target: "everbus::http",
+        "request",
+        otel.name = %format_args!("{} {}", route.method, route.path),
+        otel.kind = "server",
+        otel.status_code = Empty,
+        http.request.method = %route.method,
+        http.route = route.path,
+        http.response.status_code = Empty,
+        url.path = request.uri().path(),
+    );
+    #[cfg(feature = "otlp")]
+    if let Some(trace) = crate::guard::trace(request.headers()) {
+        everbus::continue_trace(&span, &trace);
+    }
+    span
+}
+
+/// Finds out who calls, compares with what the route asks, and runs the handler in the name of the caller.
+async fn checked(state: AppState, route: Listed, mut request: Request, next: Next) -> Response {
     let (scope, is_page) = match route.access {
         Access::Public => return next.run(request).await,
         Access::Scope(scope) => (scope, false),

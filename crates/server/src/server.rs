@@ -100,6 +100,7 @@ impl Server {
         if state.options().demo {
             demo::open(&state).await?;
         }
+        tasks::mount_alerts(&state).await?;
         if let Some(cron) = &state.options().health_check {
             // Said before the server runs, and not in the log of a later hour.
             everbus_jobs::schedule::CronTimes::new(cron, "UTC")?;

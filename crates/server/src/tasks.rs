@@ -1,15 +1,18 @@
 //! Tasks and jobs in the server: the handle that requests use, and what runs beside them. That is the dispatcher, the
-//! stored schedules and the health check; several servers on one store share them, and each turn is taken once.
+//! stored schedules, the health check and the alerts; several servers on one store share them, and each turn is taken
+//! once. Retention is the bus's own, under the same kind of lease.
 //!
 //! A store without tasks, jobs and schedules pays nothing for them: they run from the first one on.
 
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use everbus::config;
 use everbus::{Bus, HistoryQuery, Pattern, Result, TypedEvent as _};
+use everbus_jobs::alerts::mount_configured;
 use everbus_jobs::events::{JobCreated, TaskPending, TaskState};
 use everbus_jobs::health::Thresholds;
-use everbus_jobs::schedule::{CronTimes, Scheduler, Schedules, Tick};
+use everbus_jobs::schedule::{CronTimes, HEALTH_CHECK, Scheduler, Schedules, Tick};
 use everbus_jobs::{DEFAULT_TENANT, Dispatcher, Jobs};
 use tokio::sync::Notify;
 
@@ -20,8 +23,6 @@ use crate::state::AppState;
 
 /// How soon a server sees the first task, job or schedule of another process.
 const LOOK: Duration = Duration::from_secs(5);
-/// The name that every process gives to the health check, so that they share it.
-const HEALTH_CHECK: &str = "health-check";
 
 /// The tasks and jobs of the bus.
 #[derive(Default)]
@@ -60,6 +61,17 @@ pub(crate) fn of_caller(
     let tenant = caller.tenant_filter(asked)?;
     let tenant = tenant.as_deref().unwrap_or(DEFAULT_TENANT);
     Ok(state.jobs()?.of_tenant(tenant)?)
+}
+
+/// Mounts the alerts, if the settings name a webhook. Servers on one store share their group: each alert is sent by
+/// one of them.
+pub(crate) async fn mount_alerts(state: &AppState) -> Result<()> {
+    let alerts = &state.options().alerts;
+    if *alerts == config::Alerts::default() {
+        // An engine without a history needs no tasks then.
+        return Ok(());
+    }
+    mount_configured(&state.jobs()?, alerts).await.map(drop)
 }
 
 /// Runs the dispatcher, the schedules and the health check, until the server stops.

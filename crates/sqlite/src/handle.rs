@@ -109,22 +109,6 @@ impl Handle {
         self.push_job(Priority::Lazy, job, |value| value)
     }
 
-    /// As [`patient_job`](Self::patient_job) or, if it need not be durable, [`lazy_job`](Self::lazy_job), with
-    /// a step that runs on the writer's thread after the commit.
-    pub(crate) fn patient_job_then<T: Send + 'static, U: Send + 'static>(
-        &self,
-        durable: bool,
-        job: impl FnOnce(&mut Writer) -> Result<T> + Send + 'static,
-        then: impl FnOnce(T) -> U + Send + 'static,
-    ) -> BoxFuture<'static, Result<U>> {
-        let priority = if durable {
-            Priority::Patient
-        } else {
-            Priority::Lazy
-        };
-        self.push_job(priority, job, then)
-    }
-
     /// As [`job`](Self::job), with a step that runs on the writer's thread once the change is durable, even
     /// if the caller no longer waits.
     pub(crate) fn job_then<T: Send + 'static, U: Send + 'static>(

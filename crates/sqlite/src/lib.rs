@@ -28,6 +28,7 @@ mod consumer;
 mod dead_letters;
 mod declare;
 mod deliveries;
+mod disk_space;
 mod effect;
 mod errors;
 mod failpoint;
@@ -59,7 +60,6 @@ mod retention;
 mod rows;
 mod schema;
 mod settle;
-mod space;
 mod sql;
 mod store;
 mod streams;
@@ -76,7 +76,7 @@ pub use config::{Durable, Options};
 #[doc(hidden)]
 pub use history::HistoryTuning;
 pub use maintenance::restore;
-pub use orphans::{References, log_id_of, references};
+pub use orphans::{References, references};
 pub use schema::VERSION as SCHEMA_VERSION;
 
 /// Opens a file, creates or migrates its tables, and starts the engine's threads.

@@ -4,14 +4,19 @@
 //! again.
 
 use std::cell::Cell;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use everbus_core::{Recorded, Result};
+use everbus_core::Result;
 use rusqlite::Connection;
 
-use crate::rows::{MAX_CACHED_TYPES, TypeNames, seq_from};
+use crate::deliveries::claims::{Typed, size};
+use crate::rows::{MAX_CACHED_TYPES, Seq as _, TypeNames, seq_from};
 use crate::sql::Sql as _;
+
+/// At most this many of the newest events, and this many bytes of their payloads, stay in memory.
+const RECENT: usize = 16_384;
+const RECENT_BYTES: u64 = 4 << 20;
 
 /// The end of the log, the numbers of types and tenants, and what the running transaction appended.
 #[derive(Default)]
@@ -26,7 +31,11 @@ pub(crate) struct LogEnd {
     tenants: HashMap<String, i64>,
     pub(crate) type_names: TypeNames,
     /// Events appended in the running transaction.
-    pub(crate) appended: Vec<(i64, Arc<Recorded>)>,
+    pub(crate) appended: Vec<Typed>,
+    /// The newest events before those, without a gap up to them, that a consumer of this process has not passed.
+    /// A consumer that is a little behind gets its events from here, and nothing is read from the file.
+    recent: VecDeque<Typed>,
+    recent_bytes: u64,
 }
 
 impl LogEnd {
@@ -50,7 +59,58 @@ impl LogEnd {
         self.last_type = None;
         self.tenants.clear();
         self.appended.clear();
+        self.forget_recent();
         Ok(())
+    }
+
+    /// The transaction is durable. Events after `position` stay in memory, as far as there is room; `None`
+    /// keeps none.
+    pub(crate) fn committed(&mut self, position: Option<u64>) {
+        let Some(position) = position else {
+            self.appended.clear();
+            self.forget_recent();
+            return;
+        };
+        for event in self.appended.drain(..) {
+            self.recent_bytes += size(&event.1);
+            self.recent.push_back(event);
+        }
+        while let Some((_, oldest)) = self.recent.front()
+            && (oldest.seq() <= position
+                || self.recent.len() > RECENT
+                || self.recent_bytes > RECENT_BYTES)
+        {
+            self.recent_bytes -= size(oldest);
+            self.recent.pop_front();
+        }
+    }
+
+    /// Events up to this position may have been removed: none of them may be handed out from memory.
+    pub(crate) fn removed_up_to(&mut self, position: u64) {
+        let oldest = self.recent.front();
+        if oldest.is_some_and(|(_, oldest)| oldest.seq() <= position) {
+            self.forget_recent();
+        }
+    }
+
+    fn forget_recent(&mut self) {
+        self.recent.clear();
+        self.recent_bytes = 0;
+    }
+
+    /// Whether every event after this position is in memory, and there is one.
+    pub(crate) fn holds_after(&self, position: u64) -> bool {
+        let first = self.recent.front().or(self.appended.first());
+        first.is_some_and(|(_, first)| first.seq() <= position + 1) && position < self.head
+    }
+
+    /// The events in memory after this position, oldest first.
+    pub(crate) fn after(&self, position: u64) -> impl Iterator<Item = &Typed> {
+        let before = |(_, record): &Typed| record.seq() <= position;
+        let recent = self.recent.partition_point(before);
+        let appended = self.appended.partition_point(before);
+        let recent = self.recent.range(recent..);
+        recent.chain(&self.appended[appended..])
     }
 
     /// The time of receipt of the newest event.
@@ -118,5 +178,75 @@ fn intern(conn: &Connection, table: &str, name: &str) -> Result<i64> {
             &format!("INSERT INTO {table} (name) VALUES (?1)"),
             [name],
         ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use everbus_core::{Event, Position, Recorded, Timestamp};
+
+    use super::*;
+
+    /// Appends `count` events with payloads of `bytes` bytes and commits; consumers have passed `passed`.
+    fn commit(end: &mut LogEnd, count: u64, bytes: usize, passed: Option<u64>) {
+        append(end, count, bytes);
+        end.committed(passed);
+    }
+
+    fn append(end: &mut LogEnd, count: u64, bytes: usize) {
+        for _ in 0..count {
+            end.head += 1;
+            let event = Event::builder("a.b").json(&"x".repeat(bytes)).build();
+            let position = Position::seq(end.head);
+            let record = Recorded::new(event.unwrap(), position, Timestamp::from_micros(0));
+            end.appended.push((1, Arc::new(record)));
+        }
+    }
+
+    fn after(end: &LogEnd, position: u64) -> Vec<u64> {
+        end.after(position)
+            .map(|(_, record)| record.seq())
+            .collect()
+    }
+
+    #[test]
+    fn a_reader_a_little_behind_finds_its_events_in_memory() {
+        let mut end = LogEnd::default();
+        commit(&mut end, 3, 1, Some(1));
+        append(&mut end, 2, 1);
+        assert!(
+            !end.holds_after(0),
+            "the first event was passed and is gone"
+        );
+        assert_eq!(after(&end, 1), [2, 3, 4, 5]);
+        assert_eq!(after(&end, 3), [4, 5]);
+        assert!(end.holds_after(1) && end.holds_after(4));
+        assert!(
+            !end.holds_after(5),
+            "there is nothing after the newest event"
+        );
+    }
+
+    #[test]
+    fn memory_is_bounded_by_events_and_bytes() {
+        let mut end = LogEnd::default();
+        commit(&mut end, RECENT as u64 + 10, 1, Some(0));
+        assert!(!end.holds_after(9) && end.holds_after(10));
+        let large = usize::try_from(RECENT_BYTES).unwrap() / 2;
+        commit(&mut end, 3, large, Some(0));
+        let head = end.head;
+        assert!(!end.holds_after(head - 2) && end.holds_after(head - 1));
+        commit(&mut end, 1, 1, None);
+        assert!(!end.holds_after(head), "without consumers nothing is kept");
+    }
+
+    #[test]
+    fn removed_events_are_not_handed_out_from_memory() {
+        let mut end = LogEnd::default();
+        commit(&mut end, 5, 1, Some(0));
+        end.removed_up_to(0);
+        assert!(end.holds_after(0));
+        end.removed_up_to(2);
+        assert!((0..5).all(|position| !end.holds_after(position)));
     }
 }

@@ -16,7 +16,6 @@ use crate::broker::SqliteEngine;
 use crate::errors::from_sqlite;
 use crate::file::{locate, open_reader};
 use crate::retention::clock::{look_at_clock, trust_clock};
-use crate::retention::others::{return_duty, take_duty};
 use crate::rows::{RECORD, TypeNames, read_stored};
 use crate::schema::{Kind, VERSION, identify};
 
@@ -60,16 +59,6 @@ impl Maintenance for SqliteEngine {
         Box::pin(self.count_holdings())
     }
 
-    fn take_duty(
-        &self,
-        duty: String,
-        owner: String,
-        every: Duration,
-    ) -> BoxFuture<'_, Result<bool>> {
-        self.handle
-            .job(move |writer| take_duty(&mut writer.tx, &duty, &owner, every))
-    }
-
     fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
         self.handle.job(|writer| look_at_clock(&mut writer.tx))
     }
@@ -87,11 +76,6 @@ impl Maintenance for SqliteEngine {
             {}
             Ok(())
         })
-    }
-
-    fn return_duty(&self, duty: String, owner: String) -> BoxFuture<'_, Result<()>> {
-        self.handle
-            .job(move |writer| return_duty(&mut writer.tx, &duty, &owner))
     }
 }
 

@@ -80,10 +80,6 @@ impl Orphans for SqliteEngine {
     fn log_id(&self) -> BoxFuture<'_, Result<LogId>> {
         self.handle.query(|reader| log_id(&reader.conn))
     }
-
-    fn renew(&self) -> BoxFuture<'_, Result<LogId>> {
-        self.handle.job(|writer| renew(&writer.tx.conn))
-    }
 }
 
 /// Removes the note of an event's object, in the transaction of the append.
@@ -113,11 +109,6 @@ pub(crate) fn renew(conn: &Connection) -> Result<LogId> {
     conn.run(doing, sql, [id.as_bytes()])?;
     conn.run(doing, "DELETE FROM orphaned_objects", [])?;
     Ok(id)
-}
-
-/// Reads the identity of the log in a file, without writing.
-pub fn log_id_of(file: &Path) -> Result<LogId> {
-    log_id(&open_reader(file)?)
 }
 
 /// A page of references, and the position to continue from.

@@ -150,7 +150,7 @@ pub(crate) fn read_stored(
     let attrs = match stored_attrs {
         ValueRef::Null => None,
         value => match read_attributes(value) {
-            Ok(attributes) => Some(Box::new(attributes)),
+            Ok(attributes) => Some(Arc::new(attributes)),
             Err(e) => {
                 damage.get_or_insert(e);
                 None

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use everbus::bridge::Bridge;
 use everbus::core::{ConsumeOptions, GroupSpec, Settlement, SubscriptionSpec, Verdict};
 use everbus::{Bus, Event, GroupName, Pattern, StartFrom};
-use everbus_testkit::servers::{Nats, Postgres};
+use everbus_testkit::servers::{Kafka, KafkaOptions, Nats, Postgres, Redis, RedisOptions};
 use serde::Serialize;
 use tokio::task::JoinSet;
 
@@ -27,7 +27,7 @@ const LEAST: f64 = 0.7;
 const USAGE: &str = "\
 usage: everbus-bench-bridge [-o json] [--quick] [--ordered] [FROM-TO…]
 
-FROM and TO are sqlite, postgres or nats; all pairs of two if none is named. The servers are started for the run.";
+FROM and TO are sqlite, postgres, nats, redis or kafka; all pairs of two if none is named. The servers are started for the run.";
 
 struct Plan {
     json: bool,
@@ -43,16 +43,26 @@ enum Place {
     Sqlite,
     Postgres,
     Nats,
+    Redis,
+    Kafka,
 }
 
 impl Place {
-    const ALL: [Self; 3] = [Self::Sqlite, Self::Postgres, Self::Nats];
+    const ALL: [Self; 5] = [
+        Self::Sqlite,
+        Self::Postgres,
+        Self::Nats,
+        Self::Redis,
+        Self::Kafka,
+    ];
 
     const fn name(self) -> &'static str {
         match self {
             Self::Sqlite => "sqlite",
             Self::Postgres => "postgres",
             Self::Nats => "nats",
+            Self::Redis => "redis",
+            Self::Kafka => "kafka",
         }
     }
 }
@@ -97,6 +107,8 @@ struct Places {
     directory: tempfile::TempDir,
     postgres: Option<Postgres>,
     nats: Option<Nats>,
+    redis: Option<Redis>,
+    kafka: Option<Kafka>,
     next: AtomicU64,
 }
 
@@ -125,6 +137,20 @@ impl Places {
                 let number = self.next.fetch_add(1, Ordering::Relaxed);
                 format!("{}/b{number}", server.url())
             }
+            Place::Redis => {
+                let start = || Redis::start(RedisOptions::default().set("databases", "1000"));
+                let server = self.redis.take().or_else(start);
+                let server = self
+                    .redis
+                    .insert(server.ok_or_else(|| missing("redis-server"))?);
+                server.fresh_database()
+            }
+            Place::Kafka => {
+                let start = || Kafka::start(&KafkaOptions::default());
+                let server = self.kafka.take().or_else(start);
+                let server = self.kafka.insert(server.ok_or_else(|| missing("Kafka"))?);
+                server.fresh_space()
+            }
         })
     }
 }
@@ -132,6 +158,7 @@ impl Places {
 /// One line of the result: events per second.
 #[derive(Serialize)]
 struct Line {
+    scenario: &'static str,
     from: Place,
     to: Place,
     payload_bytes: usize,
@@ -177,6 +204,8 @@ async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
         directory: tempfile::tempdir_in(".")?,
         postgres: None,
         nats: None,
+        redis: None,
+        kafka: None,
         next: AtomicU64::new(0),
     };
     let mut lines = Vec::new();
@@ -201,6 +230,7 @@ async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
             let [bridge, source, target] = [bridges, sources, targets].map(median);
             let ratio = bridge / source.min(target);
             lines.push(Line {
+                scenario: "bridge",
                 from: *from,
                 to: *to,
                 payload_bytes: payload,
@@ -240,7 +270,7 @@ async fn publish(bus: &Bus, events: usize, payload: usize) -> Outcome<Duration> 
     Ok(began.elapsed())
 }
 
-/// Fills a place, then fetches and acks what is there: a handler would need a store beside NATS.
+/// Fills a place, then fetches and acks what is there: a handler would need a store beside NATS and Kafka.
 async fn consume(url: &str, events: usize, payload: usize) -> Outcome<Duration> {
     let filled = Bus::open(url).await?;
     publish(&filled, events, payload).await?;

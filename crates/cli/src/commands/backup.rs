@@ -134,7 +134,6 @@ async fn back_up(
                     carried.lost.push((id, key, why));
                 }
             }
-            give_to_log_of(stage, &there).await?;
             let place = with_suffix(&args.file, OBJECTS);
             carried.place = place.to_string_lossy().into_owned();
             Some(carried)
@@ -159,16 +158,6 @@ async fn say_what_is_left_out(args: &BackupArgs, copy: &Path) -> Outcome {
             "the large parts of {} are not in the backup (--no-objects)",
             counted(count, "event")
         );
-    }
-    Ok(())
-}
-
-/// Makes the log of a file the owner of the directory beside it, if there is one.
-pub(super) async fn give_to_log_of(file: &Path, objects: &Place) -> Outcome {
-    if with_suffix(file, OBJECTS).is_dir() {
-        let file = file.to_path_buf();
-        let log = blocking(move || everbus_sqlite::log_id_of(&file)).await?;
-        objects.claim(log, true).await?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! `everbus objects`: shows the objects by the log that owns them, and removes those that another log left.
+//! `everbus objects`: shows the objects by the log that put them, and removes those that another log left.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ const UNKNOWN: &str = "unknown";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ObjectsCommand {
-    /// Show how many objects there are, and which log owns them
+    /// Show how many objects there are, and which log put them
     Show,
     /// Delete the objects that another log put here and that no event of this file refers to
     #[command(after_help = REMOVE_HELP)]
@@ -90,29 +90,9 @@ async fn show(engine: &Engine, objects: &Objects, output: &mut Output) -> Outcom
         row("not of this file", log, *tally);
     }
     table.print(output)?;
-    let unknown = || UNKNOWN.to_owned();
-    output.line(format!(
-        "this log is {}, the place {} is that of {}",
-        survey.log.clone().unwrap_or_else(unknown),
-        escaped(&survey.place),
-        survey.owner.clone().unwrap_or_else(|| "no log".to_owned()),
-    ))
-}
-
-/// One line about objects of other logs, if there are any.
-pub(super) async fn told(engine: &Engine, target: &Target) -> Outcome<Option<(Survey, String)>> {
-    let Some(objects) = target.objects(engine)? else {
-        return Ok(None);
-    };
-    let survey = survey(engine, &objects).await?;
-    let others = survey.of_others();
-    let line = format!(
-        "{} ({} bytes) in {} are not of this file and stay: see `everbus objects show`",
-        counted(others.objects, "object"),
-        grouped(others.bytes),
-        escaped(&survey.place)
-    );
-    Ok(Some((survey, line)))
+    let log = survey.log.unwrap_or_else(|| UNKNOWN.to_owned());
+    let place = escaped(&survey.place);
+    output.line(format!("this log is {log}, the place {place}"))
 }
 
 async fn remove(

@@ -7,7 +7,7 @@ use everbus::overflow::Place;
 use everbus_core::{AuditEntry, AuditHead, Clock as _, Code, Engine, Error, SystemClock};
 use serde_json::json;
 
-use super::backup::{Report, give_to_log_of, reporter};
+use super::backup::{Report, reporter};
 use super::carry::{Carried, Carrier};
 use crate::files::{self, OBJECTS, with_suffix};
 use crate::open::{Target, blocking, close};
@@ -121,19 +121,10 @@ impl Names {
         let theirs = Place::directory(&with_suffix(backup, OBJECTS));
         let replaced = Place::directory(&beside);
         let place = Place::of(&overflow, &with_suffix(&self.fresh, OBJECTS))?;
-        let file = self.fresh.clone();
-        let current = files::schema_version(&file) == Some(everbus_sqlite::SCHEMA_VERSION);
-        if current && overflow.url.is_some() {
-            let log = blocking(move || everbus_sqlite::log_id_of(&file)).await?;
-            place.claim(log, false).await?;
-        }
         let others = Place::others(&overflow, None)?;
         let from = [&theirs, &replaced].into_iter().chain(&others).collect();
         let mut carrier = Carrier::new(from, &place);
         carrier.round(&self.fresh).await?;
-        if current {
-            give_to_log_of(&self.fresh, &place).await?;
-        }
         let mut carried = carrier.finish();
         if overflow.url.is_none() {
             carried.place = beside.to_string_lossy().into_owned();

@@ -6,18 +6,18 @@ use std::time::Duration;
 use clap::{Subcommand, ValueEnum};
 use everbus::Config;
 use everbus::audit::{Action, Operator, audited};
-use everbus::duty::{Duty, Taken};
+use everbus::duty::{Duty, LastRun, Taken};
 use everbus::overflow::{Collect, Collected};
 use everbus_core::{
-    Clock as _, Code, Engine, Error, Held, Holdings, Maintenance, Pattern, Pruned, Retention,
-    StreamAge, Streams, SystemClock, Timestamp,
+    Clock as _, Code, Engine, Error, Held, Holdings, Maintenance, Pattern, Pruned, RETENTION_DUTY,
+    Retention, StreamAge, Streams, SystemClock, Timestamp,
 };
 use indicatif::ProgressBar;
 use serde_json::{Value, json};
 
 use crate::args::Args;
 use crate::open::{Target, close};
-use crate::output::{Output, Table, counted, escaped, grouped};
+use crate::output::{Output, Table, escaped, grouped};
 use crate::progress;
 use crate::stop::Outcome;
 use crate::when;
@@ -222,7 +222,7 @@ pub(crate) async fn run(
             let pruned = prune(&engine, target, retention, args.trust_clock, output);
             target.patiently(Box::pin(pruned)).await
         }
-        RetentionCommand::Show(_) => show(&engine, target, &retention, &from, output).await,
+        RetentionCommand::Show(_) => show(&engine, &retention, &from, output).await,
     };
     close(&engine).await;
     outcome
@@ -274,10 +274,7 @@ async fn prune(
     // Records the run, so that the daily run does not do it again today.
     let owner = format!("everbus retention run, process {}", std::process::id());
     let duty = retention.duty();
-    maintenance
-        .take_duty(duty.clone(), owner.clone(), Duration::ZERO)
-        .await?;
-    let duty = Duty::of(engine, duty, owner)?;
+    let duty = Duty::of(engine, duty, owner.clone())?;
     let turn = duty.take(SystemClock.now(), HOLD, &SystemClock).await?;
     let kept = everbus::holds::applied(engine, retention.clone(), SystemClock.now()).await?;
     let bar = progress::bar("removing", None);
@@ -297,6 +294,10 @@ async fn prune(
         let result = pruned.as_ref().map(drop).map_err(ToString::to_string);
         // A run that took longer than it has the duty for is no failure.
         let _ = turn.finish(result, &SystemClock).await;
+    }
+    if pruned.is_ok() {
+        let at = SystemClock.now();
+        LastRun { owner, at }.note(engine, RETENTION_DUTY).await?;
     }
     let collected = collect(engine, target, &Collect::default()).await?;
     print(&retention, &pruned?, collected, false, output)
@@ -345,29 +346,10 @@ fn print(
     let objects = collected.orphans + collected.strays;
     row("objects of large events", objects, Some(collected.kept));
     table.print(output)?;
-    if collected.unknown > 0 {
-        output.line(format!(
-            "no object was deleted: {} here that the file does not know, so it is an older copy of itself; \
-             see `everbus objects show`",
-            counted(collected.unknown, "object")
-        ))?;
-    }
     if dry_run {
         return output.line("nothing was changed");
     }
-    output.line(format!("{} bytes given back", grouped(pruned.freed_bytes)))?;
-    if pruned.longest_hold.is_zero() {
-        return Ok(());
-    }
-    output.line(format!(
-        "one transaction held the writer for at most {} µs, {} µs of it for work and the rest to commit",
-        grouped(micros(pruned.longest_hold)),
-        grouped(micros(pruned.longest_step)),
-    ))
-}
-
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
+    output.line(format!("{} bytes given back", grouped(pruned.freed_bytes)))
 }
 
 /// One line of what there is.
@@ -446,18 +428,12 @@ fn lines(retention: &Retention, holdings: &Holdings) -> Vec<Line> {
     lines
 }
 
-async fn show(
-    engine: &Engine,
-    target: &Target,
-    retention: &Retention,
-    from: &str,
-    output: &mut Output,
-) -> Outcome {
+async fn show(engine: &Engine, retention: &Retention, from: &str, output: &mut Output) -> Outcome {
     let bar = progress::spinner("counting");
     let holdings = engine.maintenance()?.holdings().await;
     bar.finish_and_clear();
     let holdings = holdings?;
-    let objects = super::objects::told(engine, target).await?;
+    let last = LastRun::of(engine, RETENTION_DUTY).await?;
     let lines = lines(retention, &holdings);
     if output.is_json() {
         let held: Vec<Value> = lines
@@ -477,14 +453,13 @@ async fn show(
             "policy": policy_json(retention),
             "policy_from": from,
             "held": held,
-            "last_run": holdings.last_run,
+            "last_run": last,
             "clock_in_doubt": holdings.clock.map(|doubt| json!({
                 "before": doubt.before,
                 "found": doubt.found,
                 "even_for_s": doubt.even_for.as_secs(),
                 "left_s": doubt.left().as_secs(),
             })),
-            "objects": objects.map(|(survey, _)| survey),
         }));
     }
     let mut table = Table::new(&[
@@ -519,13 +494,8 @@ async fn show(
     if let Some(most) = retention.max_len {
         output.line(format!("at most {} events are kept", grouped(most)))?;
     }
-    if let Some((survey, line)) = objects
-        && survey.of_others().objects > 0
-    {
-        output.line(line)?;
-    }
     output.line(format!("the ages are those of {}", escaped(from)))?;
-    output.line(match &holdings.last_run {
+    output.line(match &last {
         Some(last) => format!(
             "last run {} by {}",
             when::ago(last.at),

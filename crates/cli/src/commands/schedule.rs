@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use clap::{Subcommand, ValueEnum};
 use everbus::Bus;
+use everbus::config::{Alerts, Secret};
 use everbus::duty::Duty;
 use everbus_core::{Clock as _, SystemClock};
-use everbus_jobs::alerts::webhook::{WebhookClient, WebhookOptions};
-use everbus_jobs::alerts::{Alerts, JobEnds, Target as AlertTarget};
+use everbus_jobs::alerts::mount_configured;
 use everbus_jobs::events::Json;
 use everbus_jobs::schedule::{
     Action, CronTimes, HEALTH_CHECK, Missed, Scheduler, Schedules, StoredSchedule,
@@ -156,13 +156,32 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     allow_http: bool,
 
-    /// The same subject is alerted again after this time
-    #[arg(long, value_name = "DURATION", default_value = "15m", value_parser = when::parse_limit)]
-    repeat_after: Duration,
+    /// The same subject is alerted again after this time [default: 15m]
+    #[arg(long, value_name = "DURATION", value_parser = when::parse_limit)]
+    repeat_after: Option<Duration>,
 
-    /// How many alerts are sent in a minute
-    #[arg(long, value_name = "N", default_value = "20", value_parser = parse_whole_rate)]
-    alerts_per_minute: u32,
+    /// How many alerts are sent in a minute [default: 20]
+    #[arg(long, value_name = "N", value_parser = parse_whole_rate)]
+    alerts_per_minute: Option<u32>,
+}
+
+impl RunArgs {
+    /// The settings of the configuration file, with those of the command line over them.
+    fn alerts_over(&self, mut alerts: Alerts) -> Alerts {
+        let over = |url: &Option<String>, settings: &mut Option<Secret>| {
+            if let Some(url) = url {
+                *settings = Some(Secret::new(url));
+            }
+        };
+        over(&self.slack, &mut alerts.slack);
+        over(&self.webhook, &mut alerts.webhook);
+        over(&self.job_webhook, &mut alerts.job_webhook);
+        alerts.allow_http |= self.allow_http;
+        alerts.allow_private |= self.allow_private;
+        alerts.repeat_after = self.repeat_after.or(alerts.repeat_after);
+        alerts.per_minute = self.alerts_per_minute.or(alerts.per_minute);
+        alerts
+    }
 }
 
 pub(crate) async fn run(command: ScheduleCommand, target: &Target, output: &mut Output) -> Outcome {
@@ -360,29 +379,8 @@ async fn list(bus: &Bus, schedules: &Schedules, output: &mut Output) -> Outcome 
 
 /// Runs the schedules, and with them the health check and the alerts.
 async fn serve(args: &RunArgs, target: &Target, output: &mut Output) -> Outcome {
-    let options = WebhookOptions::default()
-        .allow_http(args.allow_http)
-        .allow_private(args.allow_private);
-    let slack = args
-        .slack
-        .as_deref()
-        .map(|url| WebhookClient::new(url, options));
-    let webhook = args
-        .webhook
-        .as_deref()
-        .map(|url| WebhookClient::new(url, options));
-    let targets: Vec<AlertTarget> = [
-        slack.transpose()?.map(AlertTarget::Slack),
-        webhook.transpose()?.map(AlertTarget::Json),
-    ]
-    .into_iter()
-    .flatten()
-    .collect();
-    let job_webhook = args
-        .job_webhook
-        .as_deref()
-        .map(|url| WebhookClient::new(url, options));
-    let job_webhook = job_webhook.transpose()?;
+    let config = target.load_config()?;
+    let alerts = args.alerts_over(config.and_then(|config| config.alerts).unwrap_or_default());
     let health = args
         .health
         .as_deref()
@@ -391,16 +389,7 @@ async fn serve(args: &RunArgs, target: &Target, output: &mut Output) -> Outcome 
     let interrupt = Interrupt::listen();
     let bus = target.open_bus().await?;
     let jobs = super::jobs_on(&bus, target, None)?;
-    if !targets.is_empty() {
-        let alerts = Alerts::new(jobs.clone())
-            .repeat_after(args.repeat_after)
-            .per_minute(args.alerts_per_minute);
-        let alerts = targets.into_iter().fold(alerts, Alerts::to);
-        alerts.mount().await?;
-    }
-    if let Some(client) = job_webhook {
-        JobEnds::new(jobs.clone(), client).mount().await?;
-    }
+    mount_configured(&jobs, &alerts).await?;
     bus.start().await?;
     let mut scheduler = Scheduler::new(jobs.clone())
         .owner(format!(

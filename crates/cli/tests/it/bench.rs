@@ -69,6 +69,21 @@ fn the_outbox_is_measured_beside_what_somebody_would_write_by_hand() {
     }
 }
 
+// conformance: operations/http-bench: the server is measured beside a bare handler and the library, and its pages and WebSockets are timed
+#[test]
+fn the_server_is_measured_under_load() {
+    let shop = Shop::new();
+    let arguments = ["-o", "json", "bench", "--quick", "--events", "4000"];
+    let scenarios = ["http-publish", "http-batch", "http-websocket", "http-pages"];
+    let figures = shop.run(&[&arguments[..], &scenarios].concat()).json();
+    let measured = ["ratio", "ratio", "p99_us", "p99_us"];
+    let figures = figures.as_array().unwrap().iter();
+    for ((figure, name), measured) in figures.zip(scenarios).zip(measured) {
+        assert_eq!(figure["scenario"], name);
+        assert!(figure[measured].as_f64().unwrap() > 0.0, "{figure}");
+    }
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn memory_is_weighed_in_a_process_of_its_own() {

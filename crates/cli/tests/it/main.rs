@@ -35,10 +35,13 @@ mod recovery;
 mod replay;
 mod retention;
 mod serve;
+mod serve_shared;
 #[cfg(all(feature = "postgres", feature = "nats"))]
 mod servers;
 mod store;
 mod streams;
 mod support;
 mod tail;
+#[cfg(feature = "otlp")]
+mod telemetry;
 mod worker;

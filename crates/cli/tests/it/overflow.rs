@@ -22,8 +22,8 @@ fn large_events_are_shown_whole() {
     let published = shop.run_with_input(&["-o", "json", "publish", "order.placed", "-"], &large(7));
     let id = published.lines()[0]["id"].as_str().unwrap().to_owned();
     let objects = shop.path("everbus.db.objects/events/~");
-    let object = objects.join(format!("{id}-payload.json"));
-    assert!(object.exists());
+    let object = std::fs::read_dir(&objects).unwrap().next().unwrap();
+    let object = object.unwrap().path();
     let wanted: Value = serde_json::from_str(&large(7)).unwrap();
     let got = shop.run(&["-o", "json", "get", &id]).lines().remove(0);
     assert_eq!(got["event"]["payload"], wanted);
@@ -46,7 +46,7 @@ fn large_events_are_shown_whole() {
     let text = shop.run(&["get", &id]).ok();
     assert!(text.contains("overflow     "), "{text}");
     assert!(
-        text.contains(&format!("events/~/{id}-payload.json of everbus.db.objects")),
+        text.contains(&format!("events/~/{id}-")) && text.contains(" of everbus.db.objects"),
         "{text}"
     );
 

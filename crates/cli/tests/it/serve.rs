@@ -15,16 +15,23 @@ use crate::support::Shop;
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A running server.
-struct Serving {
-    child: Child,
-    address: String,
+pub(crate) struct Serving {
+    pub(crate) child: Child,
+    pub(crate) address: String,
 }
 
 impl Serving {
-    fn start(shop: &Shop, more: &[&str]) -> Self {
+    pub(crate) fn start(shop: &Shop, more: &[&str]) -> Self {
+        Self::start_with(shop, more, &[])
+    }
+
+    /// With variables of the environment.
+    pub(crate) fn start_with(shop: &Shop, more: &[&str], variables: &[(&str, &str)]) -> Self {
         let mut arguments = vec!["-o", "json", "serve", "--listen", "127.0.0.1:0"];
         arguments.extend(more);
-        let mut child = shop.command(&arguments).spawn().unwrap();
+        let mut command = shop.command(&arguments);
+        command.envs(variables.iter().copied());
+        let mut child = command.spawn().unwrap();
         let mut line = String::new();
         let out = child.stdout.take().unwrap();
         BufReader::new(out).read_line(&mut line).unwrap();
@@ -38,13 +45,13 @@ impl Serving {
         Self { child, address }
     }
 
-    fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
     /// Ends it as a supervisor does; whether it exited with success.
-    fn terminate(mut self) -> bool {
+    pub(crate) fn terminate(mut self) -> bool {
         let id = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(id, rustix::process::Signal::TERM).unwrap();
         self.child.wait().unwrap().success()
@@ -60,16 +67,33 @@ impl Drop for Serving {
 }
 
 /// One request; `None` if no whole answer came.
-fn ask(address: &str, method: &str, path: &str, token: &str, body: &str) -> Option<(u16, Value)> {
-    let mut stream = TcpStream::connect(address).ok()?;
-    stream.set_read_timeout(Some(PATIENCE)).ok()?;
-    let length = body.len();
+pub(crate) fn ask(
+    address: &str,
+    method: &str,
+    path: &str,
+    token: &str,
+    body: &str,
+) -> Option<(u16, Value)> {
     let authorization = match token {
         "" => String::new(),
         token => format!("authorization: Bearer {token}\r\n"),
     };
+    ask_with(address, method, path, &authorization, body)
+}
+
+/// One request with these lines in its head.
+pub(crate) fn ask_with(
+    address: &str,
+    method: &str,
+    path: &str,
+    headers: &str,
+    body: &str,
+) -> Option<(u16, Value)> {
+    let mut stream = TcpStream::connect(address).ok()?;
+    stream.set_read_timeout(Some(PATIENCE)).ok()?;
+    let length = body.len();
     let request = format!(
-        "{method} {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n{authorization}\
+        "{method} {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n{headers}\
          content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
     );
     stream.write_all(request.as_bytes()).ok()?;

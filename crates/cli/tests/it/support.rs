@@ -49,6 +49,8 @@ impl Shop {
             .env_remove("EVERBUS_LOG")
             .env_remove("EVERBUS_ACTOR")
             .env_remove("EVERBUS_MAX_PAYLOAD")
+            .env_remove("OTEL_EXPORTER_OTLP_ENDPOINT")
+            .env_remove("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
             // Or suggestions would be for `cargo run`, since that is who runs the tests.
             .env_remove("CARGO_PKG_NAME")
             .args(arguments)

@@ -206,6 +206,6 @@ fn schedules_are_added_listed_and_run() {
         "--slack",
         "https://127.0.0.1/services/secret",
     ];
-    let refused = shop.run(&private).failed(2, "InvalidSetting");
+    let refused = shop.run(&private).failed(2, "InvalidUrl");
     assert!(!refused.contains("secret"), "{refused}");
 }

@@ -36,7 +36,7 @@ pub struct EventBuilder {
     occurred_at: Option<Timestamp>,
     payload: Result<Bytes>,
     known_json: bool,
-    attributes: Option<Box<Attributes>>,
+    attributes: Option<Arc<Attributes>>,
     ttl: Option<Duration>,
 }
 
@@ -164,7 +164,7 @@ impl EventBuilder {
 
     /// Sets all attributes at once.
     pub fn attributes(mut self, attributes: Attributes) -> Self {
-        self.attributes = Some(Box::new(attributes));
+        self.attributes = Some(Arc::new(attributes));
         self
     }
 
@@ -250,6 +250,6 @@ impl EventBuilder {
     }
 
     fn attributes_mut(&mut self) -> &mut Attributes {
-        self.attributes.get_or_insert_default()
+        Arc::make_mut(self.attributes.get_or_insert_default())
     }
 }

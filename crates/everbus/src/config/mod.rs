@@ -26,6 +26,7 @@
 //! line and column; [`Problems::of`] gives them one by one. The book's chapter on configuration lists all
 //! keys.
 
+mod alerts;
 mod backpressure;
 mod broker;
 mod consumers;
@@ -42,6 +43,7 @@ mod retention;
 mod section;
 mod server;
 mod streams;
+mod telemetry;
 mod used;
 mod yaml;
 
@@ -57,6 +59,7 @@ use everbus_core::{Result, Retention, Streams};
 use crate::admission::Limits;
 use crate::overflow::Overflow;
 
+pub use alerts::Alerts;
 pub use backpressure::Backpressure;
 pub use broker::{Broker, BrokerKind, BrokerUrl};
 pub use consumers::{Breaker, Consumer, Retry};
@@ -83,7 +86,9 @@ const KEYS: &[&str] = &[
     "overflow",
     "retention",
     "server",
+    "alerts",
     "metrics",
+    "telemetry",
 ];
 
 /// Where each key belongs.
@@ -104,7 +109,10 @@ const SECTIONS: &[(&str, &[&str])] = &[
     ("overflow", overflow::KEYS),
     ("retention", retention::KEYS),
     ("server", server::KEYS),
+    ("alerts", alerts::KEYS),
     ("metrics", metrics::KEYS),
+    ("telemetry", telemetry::KEYS),
+    ("telemetry.otlp", telemetry::OTLP_KEYS),
 ];
 
 /// The content of a configuration file.
@@ -131,8 +139,12 @@ pub struct Config {
     pub retention: Option<Retention>,
     /// How `everbus serve` listens, if the file says so.
     pub server: Option<Server>,
+    /// Who is told when something is wrong, if the file says so.
+    pub alerts: Option<Alerts>,
     /// The names that `/metrics` of a server adds to its own (`metrics.compat`).
     pub metrics_compat: Option<Compat>,
+    /// Where traces go by OTLP (`telemetry.otlp.endpoint`): an address without `/v1/traces`.
+    pub otlp_endpoint: Option<String>,
 }
 
 impl Config {
@@ -299,7 +311,9 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
     let overflow = reader.section(top.get("overflow"), overflow::KEYS);
     let retention = reader.section(top.get("retention"), retention::KEYS);
     let server = reader.section(top.get("server"), server::KEYS);
+    let alerts = reader.section(top.get("alerts"), alerts::KEYS);
     let metrics = reader.section(top.get("metrics"), metrics::KEYS);
+    let telemetry = reader.section(top.get("telemetry"), telemetry::KEYS);
     Config {
         broker: broker.and_then(|section| broker::read(reader, &section, "broker")),
         store: store.and_then(|section| broker::read_store(reader, &section)),
@@ -312,9 +326,11 @@ fn config(reader: &mut Reader<'_>, top: &section::Section<'_>) -> Config {
             .unwrap_or_default(),
         overflow: overflow.map(|section| overflow::read(reader, &section)),
         server: server.map(|section| server::read(reader, &section)),
+        alerts: alerts.map(|section| alerts::read(reader, &section)),
         fingerprint: Fingerprint::default(),
         retention: retention.map(|section| retention::read(reader, &section, &streams)),
         metrics_compat: metrics.and_then(|section| metrics::read(reader, &section)),
+        otlp_endpoint: telemetry.and_then(|section| telemetry::read(reader, &section)),
         streams,
     }
 }

@@ -1,22 +1,21 @@
 //! The dead letters in the public API of the bus. Needs only the engine, not a started bus.
 
-mod slowly;
+mod bulk_retry;
+mod edit;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use everbus_core::{
-    Code, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetterTally, DeadLetters, Error, Event,
+    Code, DeadLetter, DeadLetterFilter, DeadLetterPage, DeadLetterTally, DeadLetters, Error,
     EventId, PageRequest, PurgeBasis, Purged, Result, Timestamp,
 };
 
-pub use slowly::{RetryPace, RetryProgress};
+pub use bulk_retry::{RetryPace, RetryProgress};
 
 use crate::audit::{Action, audited};
 
 use crate::runtime::bus::{Bus, Shared};
-use crate::runtime::receipt::{About, Receipt};
 
 /// A preview lists at most this many combinations of group, type and error.
 const TALLIES: usize = 100;
@@ -151,7 +150,7 @@ impl DeadLetterQueue {
         let action = Action::new("dlq.retry")
             .filter(&filter)
             .detail("per_second", pace.rate().into());
-        let slowly = slowly::retry_slowly(self.letters()?, filter, pace, now, progress);
+        let slowly = bulk_retry::retry_slowly(self.letters()?, filter, pace, now, progress);
         let slowly = self.shared.unless_ending(slowly);
         self.audited(action, slowly).await
     }
@@ -162,50 +161,6 @@ impl DeadLetterQueue {
         let tallies = letters.tally(filter.clone(), TALLIES).await?;
         let total = letters.count(filter).await?;
         Ok(DeadLetterPreview { total, tallies })
-    }
-
-    /// Publishes an event with a corrected payload instead of a dead letter, for the group that gave up on
-    /// it and no other. It is a new event at the end of the log that names the original (metadata
-    /// `edit_of`). The dead letter is kept, is no longer open, and names the new event
-    /// ([`DeadLetter::replaced_by`]).
-    ///
-    /// The payload is checked like the payload of a publish: its size, and its schema if there is one.
-    /// `NotFound` if the dead letter is no longer open.
-    pub async fn edit(&self, letter: &DeadLetter, payload: impl Into<Bytes>) -> Result<Receipt> {
-        let corrected = self.corrected(letter, payload)?;
-        self.replace(letter, corrected).await
-    }
-
-    /// The event that [`edit`](Self::edit) would publish: checked, not published.
-    pub fn corrected(&self, letter: &DeadLetter, payload: impl Into<Bytes>) -> Result<Event> {
-        let corrected = letter.corrected(payload)?;
-        self.shared.check_event(&corrected, None)?;
-        Ok(corrected)
-    }
-
-    /// Publishes this event instead of a dead letter, as [`edit`](Self::edit) does. It must have the type
-    /// and the tenant of the original, and a different id.
-    pub async fn replace(&self, letter: &DeadLetter, corrected: Event) -> Result<Receipt> {
-        self.shared.accepts()?;
-        self.shared.check_event(&corrected, None)?;
-        let action = Action::new("dlq.edit")
-            .on("EVENT", &letter.event().id())
-            .detail("group", letter.group.to_string().into())
-            .detail("replaced_by", corrected.id().to_string().into());
-        let letters = self.letters()?;
-        let mut receipt = None;
-        let work = async {
-            // A payload that is too large for the log goes to the object store first, as in a publish.
-            let mut moved = self.shared.offload(vec![corrected]).await?;
-            let corrected = moved.pop().ok_or_else(no_answer)?;
-            let about = About::of(&corrected);
-            let replaced = letters.replace(letter.key(), corrected);
-            let appended = self.shared.unless_ending(replaced).await?;
-            receipt = Some(Receipt::new(appended, about, self.shared.clone()));
-            Ok(())
-        };
-        self.audited(action, work).await?;
-        receipt.ok_or_else(no_answer)
     }
 
     /// Deletes the dead letters of events that were received `days` days ago or earlier, and returns
@@ -239,8 +194,4 @@ impl std::fmt::Debug for DeadLetterQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("DeadLetterQueue").finish_non_exhaustive()
     }
-}
-
-fn no_answer() -> Error {
-    Error::new(Code::Internal, "the engine did not answer")
 }

@@ -13,8 +13,8 @@
 //! ```
 //!
 //! The object is durable **before** the event is appended and deleted only **after** the event is removed.
-//! So a crash leaves at most an object without an event, which has a note and is deleted later. An object
-//! with neither a reference nor a note in this log belongs to another log, and is left alone.
+//! So a crash leaves at most an object without an event, which has a note and is deleted later. Each put has a
+//! key of its own. An object without a note in this log is left alone.
 //!
 //! An event of another sender with `_s3Overflow` in its properties (the *workflow* dialect) is completed in
 //! the same way, from the configured places.
@@ -49,7 +49,6 @@ mod fields;
 mod foreign;
 mod key;
 mod options;
-mod owner;
 mod place;
 mod read;
 mod transfer;
@@ -70,7 +69,6 @@ pub use place::Place;
 pub use transfer::Transferred;
 
 use fields::Split;
-use owner::Owners;
 use read::Flaw;
 
 /// Replaces a value that moved.
@@ -135,60 +133,46 @@ impl Objects {
         if !self.is_over(&event) {
             return Ok(event);
         }
-        let threshold = self.options.threshold_of(event.event_type());
+        let log = match &self.orphans {
+            Some(orphans) => Some(orphans.log_id().await?),
+            None => None,
+        };
         let bucket = self.place.name().to_owned();
-        let (event, split, mut reference) = blocking(move || {
-            let referring = |split: Split| {
-                let reference = reference(&event, &split, bucket.clone());
-                (split, reference)
+        let key = format!("{}{}", self.place.prefix, key::new(&event, log));
+        let threshold = self.options.threshold_of(event.event_type());
+        let (event, chunks) = blocking(move || {
+            let split_by = |split: Split| {
+                let reference = reference(&event, &split, &bucket, &key);
+                (
+                    event.clone().with_overflow(split.rest, reference),
+                    split.chunks,
+                )
             };
-            let fits = |(split, reference): &(Split, Reference)| {
-                let travels = event.clone();
-                size(&travels.with_overflow(split.rest.clone(), reference.clone())) <= threshold
-            };
-            let part = Split::of(&event).map(referring).filter(fits);
-            let (split, reference) = part.unwrap_or_else(|| referring(Split::whole(&event)));
-            (event, split, reference)
+            let part = Split::of(&event).map(split_by);
+            let part = part.filter(|(event, _)| size(event) <= threshold);
+            part.unwrap_or_else(|| split_by(Split::whole(&event)))
         })
         .await?;
-        reference.key = self.put(&event, &split.chunks).await?;
-        Ok(event.with_overflow(split.rest, reference))
+        self.put(&event, chunks).await?;
+        Ok(event)
     }
 
-    /// Puts an object for an event and returns its key once it is durable. An object that is there already
-    /// is left alone, and another key is used.
-    async fn put(&self, event: &Event, chunks: &[Bytes]) -> Result<String> {
-        let mut key = format!("{}{}", self.place.prefix, key::of(event));
+    /// Puts the object that an event refers to, durably, after a note of it.
+    async fn put(&self, event: &Event, chunks: Vec<Bytes>) -> Result<()> {
+        let Some(reference) = event.overflow() else {
+            return Ok(());
+        };
         if let Some(orphans) = &self.orphans {
-            let log = orphans.log_id().await?;
-            let place = self.place.claim(log, false).await?;
-            if let Some(mark) = (Owners { log, place }).mark() {
-                key = key::suffixed(&key, &mark);
-            }
+            let note = Orphan {
+                bucket: reference.bucket.clone(),
+                key: reference.key.clone(),
+                id: event.id(),
+                since: SystemClock.now(),
+                unborn: true,
+            };
+            orphans.note(vec![note]).await?;
         }
-        let unique = uuid::Uuid::new_v4().simple().to_string();
-        let unique = key::suffixed(&key, &unique);
-        for key in [key, unique] {
-            // An existing object gets no note: a note is only for an object that this publish puts.
-            if self.place.look(&key).await?.is_some() {
-                continue;
-            }
-            if let Some(orphans) = &self.orphans {
-                let note = Orphan {
-                    bucket: self.place.name().to_owned(),
-                    key: key.clone(),
-                    id: event.id(),
-                    since: SystemClock.now(),
-                    unborn: true,
-                };
-                orphans.note(vec![note]).await?;
-            }
-            if self.place.create(&key, chunks).await? {
-                return Ok(key);
-            }
-        }
-        let what = format!("no free key for the object of {}", event.display_id());
-        Err(Error::new(Code::ObjectStoreError, what))
+        self.place.put(&reference.key, chunks).await
     }
 
     /// The complete event. An event that is complete is returned unchanged.
@@ -267,8 +251,8 @@ pub(crate) async fn collect_daily(engine: Engine, objects: Arc<Objects>) {
     }
 }
 
-/// The reference to the object of a split event; its key may still change.
-fn reference(event: &Event, split: &Split, bucket: String) -> Reference {
+/// The reference to the object of a split event.
+fn reference(event: &Event, split: &Split, bucket: &str, key: &str) -> Reference {
     let mut hash = Sha256::new();
     split.chunks.iter().for_each(|chunk| hash.update(chunk));
     let sha256 = hex(&hash.finalize());
@@ -277,8 +261,8 @@ fn reference(event: &Event, split: &Split, bucket: String) -> Reference {
         false => hex(&Sha256::digest(event.payload())),
     };
     Reference {
-        bucket,
-        key: key::of(event),
+        bucket: bucket.to_owned(),
+        key: key.to_owned(),
         size: split.chunks.iter().map(|chunk| chunk.len() as u64).sum(),
         sha256,
         payload_size: event.payload().len() as u64,

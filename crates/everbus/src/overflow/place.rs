@@ -2,22 +2,20 @@
 //!
 //! An object is durable once it is created, and is never changed.
 
-use std::fs::DirEntry;
 use std::path::{Path as FilePath, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
 
 use bytes::Bytes;
-use everbus_core::{Code, Error, LogId, Result};
+use everbus_core::{Code, Error, Result};
 use futures_util::TryStreamExt as _;
 use futures_util::stream::{self, BoxStream, StreamExt as _};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
     Error as StoreError, GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt as _,
-    PutMode, PutOptions, PutPayload,
+    PutPayload,
 };
-use tokio::sync::OnceCell;
 
 use super::errors::failed;
 use super::{Overflow, blocking, key};
@@ -28,19 +26,9 @@ pub struct Place {
     pub(super) bucket: String,
     /// Comes before every key.
     pub(super) prefix: String,
-    /// The log that owns the place, once known.
-    pub(super) owner: OnceCell<Option<LogId>>,
-    kind: Kind,
-}
-
-enum Kind {
-    /// Created when the first object is put there.
-    Directory {
-        path: PathBuf,
-        open: OnceLock<Arc<LocalFileSystem>>,
-    },
-    #[cfg(feature = "s3")]
-    Remote(Arc<dyn ObjectStore>),
+    /// The path, if it is a directory. It is created when the first object is put there.
+    directory: Option<PathBuf>,
+    open: OnceLock<Arc<dyn ObjectStore>>,
 }
 
 const HINT: &str = "use file:///directory or a path for a directory, s3://bucket/prefix for S3";
@@ -59,16 +47,11 @@ impl Place {
     }
 
     fn named(bucket: String, path: &FilePath) -> Self {
-        let (path, open) = (path.to_path_buf(), OnceLock::new());
-        Self::new(bucket, String::new(), Kind::Directory { path, open })
-    }
-
-    fn new(bucket: String, prefix: String, kind: Kind) -> Self {
         Self {
             bucket,
-            prefix,
-            owner: OnceCell::new(),
-            kind,
+            prefix: String::new(),
+            directory: Some(path.to_path_buf()),
+            open: OnceLock::new(),
         }
     }
 
@@ -105,7 +88,7 @@ impl Place {
                 let path = rest.strip_prefix("//").filter(|path| path.starts_with('/'));
                 let path = path.filter(|path| path.split('%').skip(1).all(hex));
                 match path.and_then(|path| Path::from_url_path(path).ok()) {
-                    Some(path) => Ok(Self::named(url.to_owned(), format!("/{path}").as_ref())),
+                    Some(path) => Ok(Self::directory(format!("/{path}").as_ref())),
                     None => bad(format!("{url:?} names no directory of this machine")),
                 }
             }
@@ -147,7 +130,12 @@ impl Place {
             "" => String::new(),
             prefix => format!("{prefix}/"),
         };
-        Ok(Self::new(bucket.into(), prefix, Kind::Remote(Arc::new(s3))))
+        Ok(Self {
+            bucket: bucket.to_owned(),
+            prefix,
+            directory: None,
+            open: OnceLock::from(Arc::new(s3) as Arc<dyn ObjectStore>),
+        })
     }
 
     #[cfg(not(feature = "s3"))]
@@ -164,56 +152,29 @@ impl Place {
 
     /// The path, if this is a directory.
     pub(super) fn path(&self) -> Option<&FilePath> {
-        match &self.kind {
-            Kind::Directory { path, .. } => Some(path),
-            #[cfg(feature = "s3")]
-            Kind::Remote(_) => None,
-        }
-    }
-
-    /// Whether a reference to this bucket means this place; spellings may differ.
-    pub(super) fn is_called(&self, bucket: &str) -> bool {
-        let absolute = |place: &Self| std::path::absolute(place.path()?).ok();
-        let same = |path| Self::parse(bucket).is_ok_and(|named| absolute(&named) == Some(path));
-        self.bucket == bucket || absolute(self).is_some_and(same)
+        self.directory.as_deref()
     }
 
     /// The store. If the directory is missing it is created, durably, or `None` without `make`.
     async fn store(&self, make: bool) -> Result<Option<Arc<dyn ObjectStore>>> {
-        match &self.kind {
-            Kind::Directory { path, open } => {
-                if let Some(open) = open.get() {
-                    return Ok(Some(open.clone()));
-                }
-                let wanted = path.clone();
-                let there = blocking(move || match make {
-                    true => make_directory(&wanted).map(|()| true),
-                    false => Ok(wanted.is_dir()),
-                });
-                let there = there.await?.map_err(|e| {
-                    let what = format!("the directory {} cannot be made", path.display());
-                    failed(what, e)
-                })?;
-                there.then(|| opened(path, open)).transpose()
-            }
-            #[cfg(feature = "s3")]
-            Kind::Remote(store) => Ok(Some(store.clone())),
+        if let Some(open) = self.open.get() {
+            return Ok(Some(open.clone()));
         }
+        let Some(path) = self.directory.clone() else {
+            return Ok(None);
+        };
+        let opened = blocking(move || opened(&path, make)).await??;
+        Ok(opened.map(|store| self.open.get_or_init(|| store).clone()))
     }
 
-    /// Creates an object. Returns false if the name is taken. Durable when it returns.
-    pub(super) async fn create(&self, key: &str, chunks: &[Bytes]) -> Result<bool> {
+    /// Puts an object. Durable when it returns.
+    pub(super) async fn put(&self, key: &str, chunks: Vec<Bytes>) -> Result<()> {
         let Some(store) = self.store(true).await? else {
             return Err(Error::new(Code::Internal, "an object has no place"));
         };
-        let payload = PutPayload::from_iter(chunks.iter().cloned());
-        let options = PutOptions::from(PutMode::Create);
-        match store.put_opts(&path(key)?, payload, options).await {
-            Ok(_) => Ok(true),
-            // S3 answers `Precondition` when two clients create the same object at once.
-            Err(StoreError::AlreadyExists { .. } | StoreError::Precondition { .. }) => Ok(false),
-            Err(e) => Err(failed(format!("the object {key:?} could not be stored"), e)),
-        }
+        let put = store.put(&path(key)?, PutPayload::from_iter(chunks)).await;
+        let what = |e| failed(format!("the object {key:?} could not be stored"), e);
+        put.map(drop).map_err(what)
     }
 
     /// An object, or `None` if there is none. With `head` its content is not read.
@@ -225,31 +186,23 @@ impl Place {
         found(store.get_opts(&path(key)?, options).await, key)
     }
 
-    /// The size and age of an object, or `None` if there is none.
-    pub(super) async fn look(&self, key: &str) -> Result<Option<(u64, Duration)>> {
+    /// The size of an object, or `None` if there is none.
+    pub(super) async fn size(&self, key: &str) -> Result<Option<u64>> {
         let found = self.get(key, true).await?;
-        Ok(found.map(|found| (found.meta.size, age(&found.meta))))
+        Ok(found.map(|found| found.meta.size))
     }
 
-    /// Deletes an object. A missing object is not an error.
+    /// Deletes an object, and in a directory what an interrupted put left of it: `object_store` writes a file with
+    /// `#1` after its name, then renames it. A missing object is not an error.
     pub(super) async fn delete(&self, key: &str) -> Result<()> {
-        match self.store(false).await? {
-            Some(store) => found(store.delete(&path(key)?).await, key).map(drop),
-            None => Ok(()),
-        }
-    }
-
-    /// Makes an object durable that another process put here: it may have died before its sync.
-    pub(super) async fn make_durable(&self, key: &str) -> Result<()> {
-        let Some(file) = self.path().map(|path| path.join(key)) else {
+        let Some(store) = self.store(false).await? else {
             return Ok(());
         };
-        let synced = blocking(move || {
-            // The file, the folder of its entity, the folder of all, the place.
-            file.ancestors().take(4).try_for_each(sync)
-        });
-        let what = |e| failed(format!("the object {key:?} could not be synced"), e);
-        synced.await?.map_err(what)
+        if let Some(path) = self.path() {
+            let unfinished = path.join(format!("{key}#1"));
+            let _ = blocking(move || std::fs::remove_file(unfinished)).await?;
+        }
+        found(store.delete(&path(key)?).await, key).map(drop)
     }
 
     /// All objects: key, size and age.
@@ -262,28 +215,6 @@ impl Place {
         let objects = objects.map_ok(|meta| (meta.location.to_string(), meta.size, age(&meta)));
         let objects = objects.map_err(|e| failed("the objects could not be listed".into(), e));
         Ok(objects.boxed())
-    }
-
-    /// Removes files that interrupted puts left in a directory and that are older than `after`.
-    /// `object_store` writes a file with `#` and a number after its name, then renames it. No key has a `#`.
-    pub(super) async fn sweep(&self, after: Duration) -> Result<()> {
-        let Some(folder) = self.path().map(|path| path.join(key::FOLDER)) else {
-            return Ok(());
-        };
-        let entries = |path: &FilePath| std::fs::read_dir(path).into_iter().flatten().flatten();
-        let old = move |entry: &DirEntry| {
-            let modified = entry.metadata().and_then(|meta| meta.modified()).ok();
-            modified.is_some_and(|at| at.elapsed().is_ok_and(|age| age >= after))
-        };
-        blocking(move || {
-            for entry in entries(&folder).flat_map(|entity| entries(&entity.path())) {
-                if entry.file_name().to_string_lossy().contains('#') && old(&entry) {
-                    // What cannot be removed stays until the next time.
-                    let _ = std::fs::remove_file(entry.path());
-                }
-            }
-        })
-        .await
     }
 }
 
@@ -308,15 +239,17 @@ pub(super) fn path(key: &str) -> Result<Path> {
     })
 }
 
-fn opened(path: &FilePath, open: &OnceLock<Arc<LocalFileSystem>>) -> Result<Arc<dyn ObjectStore>> {
-    let store = LocalFileSystem::new_with_prefix(path)
-        .map_err(|e| {
-            let what = format!("the directory {} cannot be used", path.display());
-            failed(what, e)
-        })?
-        .with_fsync(true)
-        .with_automatic_cleanup(true);
-    Ok(open.get_or_init(|| Arc::new(store)).clone())
+/// The store of a directory. If the directory is missing it is created, durably, or `None` without `make`.
+fn opened(path: &FilePath, make: bool) -> Result<Option<Arc<dyn ObjectStore>>> {
+    let what = |what: &str| format!("the directory {} cannot be {what}", path.display());
+    if make {
+        make_directory(path).map_err(|e| failed(what("made"), e))?;
+    } else if !path.is_dir() {
+        return Ok(None);
+    }
+    let store = LocalFileSystem::new_with_prefix(path).map_err(|e| failed(what("used"), e))?;
+    let store = store.with_fsync(true).with_automatic_cleanup(true);
+    Ok(Some(Arc::new(store)))
 }
 
 /// The age of an object, by the clock of this machine.
@@ -356,18 +289,7 @@ mod tests {
     #[test]
     fn a_directory_syncs_what_is_put_there() {
         let directory = tempfile::tempdir().unwrap();
-        let store = opened(directory.path(), &OnceLock::new()).unwrap();
+        let store = opened(directory.path(), true).unwrap().unwrap();
         assert!(format!("{store:?}").contains("fsync: true"), "{store:?}");
-    }
-
-    #[test]
-    fn a_place_is_known_by_each_of_its_names() {
-        let place = Place::parse("/var/objects").unwrap();
-        assert!(place.is_called("/var/objects"));
-        assert!(place.is_called("file:///var/objects"));
-        assert!(place.is_called("/var/./objects"));
-        for other in ["/var/other", "objects", "", "s3://objects"] {
-            assert!(!place.is_called(other), "{other}");
-        }
     }
 }

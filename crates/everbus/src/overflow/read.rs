@@ -148,7 +148,7 @@ impl Objects {
         match failed {
             Some(error) => Err(error),
             None => Ok(Err(flaw.unwrap_or_else(|| {
-                match places.iter().any(|place| place.is_called(bucket)) {
+                match places.iter().any(|place| place.name() == bucket) {
                     true => Flaw::missing(),
                     false => Flaw::elsewhere(bucket),
                 }

@@ -1,4 +1,4 @@
-//! Copies objects between places: into a backup, and back. An existing object is never overwritten.
+//! Copies objects between places: into a backup, and back. Another object is never overwritten.
 
 use everbus_core::{Code, Error, Overflow as Reference, Result};
 
@@ -35,34 +35,28 @@ impl Place {
             Ok(object) => object,
             Err(flaw) => return Ok(Transferred::Damaged(flaw.what)),
         };
-        if self.create(key, &[object]).await? {
-            return Ok(Transferred::Copied);
-        }
-        // Another program put it meanwhile.
-        let present = self.has(reference).await?;
-        present.then_some(Transferred::Present).ok_or_else(|| {
-            let what = format!("the object {key:?} comes and goes in {:?}", self.name());
-            Error::new(Code::ObjectStoreError, what).hint("try again")
-        })
+        self.put(key, vec![object]).await?;
+        Ok(Transferred::Copied)
     }
 
-    /// Whether the object is here, durably; an error if another object has its key. A remote object is not
-    /// downloaded for this: readers check its content.
+    /// Whether the object is here; an error if another object has its key. A remote object is not downloaded for
+    /// this: readers check its content. One in a directory is put again, because the put that left it may not
+    /// have been finished durably.
     async fn has(&self, reference: &Reference) -> Result<bool> {
         let (key, remote) = (&reference.key, self.path().is_none());
         let Some(found) = self.get(key, remote).await? else {
             return Ok(false);
         };
-        let same = match remote {
-            true => found.meta.size == reference.size,
-            false => checked(found, reference).await?.is_ok(),
-        };
-        if !same {
-            let what = format!("something else is in {:?} as {key:?}", self.name());
-            return Err(Error::new(Code::ObjectStoreError, what)
-                .hint("nothing is overwritten; move what is there away, then try again"));
+        if remote && found.meta.size == reference.size {
+            return Ok(true);
         }
-        self.make_durable(key).await?;
-        Ok(true)
+        match checked(found, reference).await? {
+            Ok(object) => self.put(key, vec![object]).await.map(|()| true),
+            Err(_) => {
+                let what = format!("something else is in {:?} as {key:?}", self.name());
+                let error = Error::new(Code::ObjectStoreError, what);
+                Err(error.hint("nothing is overwritten; move what is there away, then try again"))
+            }
+        }
     }
 }

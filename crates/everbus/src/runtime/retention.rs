@@ -3,9 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{Code, DeadLetterFilter, Maintenance, Pruned, PurgeBasis, Result, Retention};
+use everbus_core::{
+    Code, DeadLetterFilter, Maintenance, Pruned, PurgeBasis, RETENTION_DUTY, Result, Retention,
+};
 
-use crate::duty::{Duty, Taken, Turn};
+use crate::duty::{Duty, LastRun, Taken, Turn};
 use crate::holds;
 use crate::runtime::bus::Shared;
 
@@ -86,9 +88,9 @@ async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Opt
         }
     };
     if done.is_ok() {
-        // For operators; it decides nothing.
-        let (duty, owner) = (retention.duty(), owner.to_owned());
-        maintenance.take_duty(duty, owner, Duration::ZERO).await?;
+        let (owner, at) = (owner.to_owned(), clock.now());
+        let last = LastRun { owner, at };
+        last.note(&shared.engine, RETENTION_DUTY).await?;
     }
     let result = done.as_ref().map(drop).map_err(ToString::to_string);
     turn.finish(result, clock).await?;

@@ -378,6 +378,32 @@ backpressure:
     );
 }
 
+// conformance: handlers/config-alerts: the section alerts is read, and its addresses are not shown
+#[test]
+fn the_addresses_of_alerts_are_secrets() {
+    let text = "
+alerts:
+  slack: https://hooks.example.com/hidden-1
+  webhook: https://alerts.example.com/hidden-2
+  job_webhook: https://jobs.example.com/hidden-3
+  allow_private: true
+  repeat_after: 1h
+  per_minute: 5
+";
+    let config = parse(text).unwrap();
+    assert!(!format!("{config:?}").contains("hidden"), "{config:?}");
+    let alerts = config.alerts.unwrap();
+    let revealed = [&alerts.slack, &alerts.webhook, &alerts.job_webhook]
+        .map(|url| url.as_ref().unwrap().reveal().to_owned());
+    assert_eq!(revealed[0], "https://hooks.example.com/hidden-1");
+    assert_eq!(revealed[1], "https://alerts.example.com/hidden-2");
+    assert_eq!(revealed[2], "https://jobs.example.com/hidden-3");
+    assert!(alerts.allow_private && !alerts.allow_http);
+    assert_eq!(alerts.repeat_after, Some(Duration::from_secs(3600)));
+    assert_eq!(alerts.per_minute, Some(5));
+    assert!(parse("alerts: {per_minute: 0}").is_err());
+}
+
 // conformance: handlers/config-book: the example of the book loads
 #[test]
 fn the_example_of_the_book_loads() {
@@ -405,9 +431,13 @@ broker: {zz2: 1}
 streams: {zz3: 1, overrides: {a.b: {maxlen: 1, zz4: 1}}}
 consumers: {a: {stream: a.b, zz5: 1, circuit_breaker: {zz6: 1}, retry: {zz7: 1}}}
 backpressure: {zz8: 1}
+server: {zz9: 1}
+alerts: {zz10: 1}
+metrics: {zz11: 1}
+telemetry: {zz12: 1, otlp: {zz13: 1}}
 ";
     let problems = problems(text);
-    assert_eq!(problems.len(), 8, "{problems:#?}");
+    assert_eq!(problems.len(), 13, "{problems:#?}");
     let mut keys = 0;
     for problem in &problems {
         let (_, list) = problem.split_once("the keys here are ").expect("a list");

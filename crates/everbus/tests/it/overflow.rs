@@ -63,10 +63,7 @@ fn files(directory: &Path) -> Vec<String> {
                 walk(&path, from, found);
             } else {
                 let name = path.strip_prefix(from).unwrap();
-                // What says whose place it is.
-                if !path.ends_with("everbus-log.json") {
-                    found.push(name.to_str().unwrap().to_owned());
-                }
+                found.push(name.to_str().unwrap().to_owned());
             }
         }
     }
@@ -273,10 +270,8 @@ async fn fields_move_first_and_then_everything() {
             event.json::<Value>().unwrap(),
             json!({ "a": 1, "input": null, "outputs": null })
         );
-        assert_eq!(
-            overflow.key,
-            format!("events/req-1/{}-payload.json", event.id())
-        );
+        let key = format!("events/req-1/{}-", event.id());
+        assert!(overflow.key.starts_with(&key), "{}", overflow.key);
         assert_eq!(overflow.bucket, shelf.objects().to_str().unwrap());
         let object = std::fs::read(shelf.objects().join(&overflow.key)).unwrap();
         assert_eq!(object.len() as u64, overflow.size);

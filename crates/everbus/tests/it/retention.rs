@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use everbus::duty::LastRun;
 use everbus::{Code, Cursor, Retention};
 
 use crate::support::{eventually, on_every_engine};
@@ -114,6 +115,7 @@ async fn the_inbox_forgets_what_was_handled_long_ago() {
 }
 
 // conformance: memory/retention-by-itself: the job runs by itself, with the standard unless told otherwise
+// conformance: memory/retention-lease: of several buses one runs it, and it is on record which
 // conformance: omni/daily-job: old payloads and dead letters go by a job that runs daily
 #[tokio::test]
 async fn the_standard_is_on_by_default_and_can_be_switched_off() {
@@ -135,10 +137,7 @@ async fn the_standard_is_on_by_default_and_can_be_switched_off() {
             lab.clock.advance(2 * DAY);
         }
         let dead = || async { bus.dead_letters().list().await.unwrap() };
-        let last_run = || async {
-            let maintenance = bus.engine().maintenance().unwrap();
-            maintenance.holdings().await.unwrap().last_run
-        };
+        let last_run = async || LastRun::of(bus.engine(), "retention").await.unwrap();
         let keeping = lab
             .builder()
             .keep_everything()
@@ -228,7 +227,8 @@ async fn a_clock_that_leaps_takes_no_dead_letters() {
             })
             .await;
             assert_eq!(bus.dead_letters().list().await.unwrap().len(), 1, "{hour}");
-            assert_eq!(maintenance.holdings().await.unwrap().last_run, None);
+            let last = LastRun::of(bus.engine(), "retention").await;
+            assert_eq!(last.unwrap(), None);
             // A bus that goes takes the engine with it.
             buses.push(looking);
             lab.clock.advance(DAY / 24);

@@ -8,8 +8,8 @@ use std::time::Duration;
 use everbus::{Event, EventId, HandlerResult, Message, Result, RetryPolicy, Timestamp, TypedEvent};
 use serde::Serialize;
 
-use super::webhook::WebhookClient;
 use crate::events::{JobCompleted, JobFailureDetected, TaskStatuses};
+use crate::webhook::WebhookClient;
 use crate::{DEFAULT_TENANT, Jobs};
 
 /// The group that tells the ends of jobs.
@@ -20,7 +20,7 @@ pub const JOB_ENDS: &str = "tasks.job-ends";
 /// ```no_run
 /// use everbus_jobs::Jobs;
 /// use everbus_jobs::alerts::JobEnds;
-/// use everbus_jobs::alerts::webhook::{WebhookClient, WebhookOptions};
+/// use everbus_jobs::webhook::{WebhookClient, WebhookOptions};
 /// # async fn example(jobs: Jobs) -> everbus::Result<()> {
 /// let client = WebhookClient::new("https://example.com/jobs", WebhookOptions::default())?;
 /// JobEnds::new(jobs, client).mount().await?;

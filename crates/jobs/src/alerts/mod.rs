@@ -7,11 +7,11 @@
 
 mod ends;
 mod message;
-pub mod webhook;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use everbus::config;
 use everbus::core::DEAD_LETTER_EVENT;
 use everbus::{
     Code, Context, Error, Event, HandlerError, HandlerResult, Kv, Message, Result, RetryPolicy,
@@ -24,9 +24,9 @@ use uuid::Uuid;
 
 use crate::Jobs;
 use crate::events::{Health, JobFailureDetected, TaskHealthCheck};
+use crate::webhook::{WebhookClient, WebhookOptions};
 pub use ends::{JOB_ENDS, JobEnds};
 pub use message::{Alert, AlertKind};
-use webhook::WebhookClient;
 
 /// The group that sends alerts.
 pub const ALERTS: &str = "everbus.alerts";
@@ -135,6 +135,38 @@ impl Alerts {
         }
         Ok(())
     }
+}
+
+/// Mounts the alerts and the ends of jobs that a configuration asks for. Whether it asks for any. `everbus serve` and
+/// `everbus schedule run` do this; processes that share a store share the groups, so that each is told once.
+pub async fn mount_configured(jobs: &Jobs, settings: &config::Alerts) -> Result<bool> {
+    let options = WebhookOptions::default()
+        .allow_http(settings.allow_http)
+        .allow_private(settings.allow_private);
+    let client = |url: &Option<config::Secret>| {
+        let url = url.as_ref().map(config::Secret::reveal);
+        url.map(|url| WebhookClient::new(url, options)).transpose()
+    };
+    // All are checked before the first is mounted.
+    let slack = client(&settings.slack)?.map(Target::Slack);
+    let json = client(&settings.webhook)?.map(Target::Json);
+    let job_webhook = client(&settings.job_webhook)?;
+    let targets: Vec<Target> = slack.into_iter().chain(json).collect();
+    let any = !targets.is_empty() || job_webhook.is_some();
+    if !targets.is_empty() {
+        let mut alerts = Alerts::new(jobs.clone());
+        if let Some(time) = settings.repeat_after {
+            alerts = alerts.repeat_after(time);
+        }
+        if let Some(most) = settings.per_minute {
+            alerts = alerts.per_minute(most);
+        }
+        targets.into_iter().fold(alerts, Alerts::to).mount().await?;
+    }
+    if let Some(client) = job_webhook {
+        JobEnds::new(jobs.clone(), client).mount().await?;
+    }
+    Ok(any)
 }
 
 /// What the handlers share.

@@ -39,6 +39,8 @@ pub(super) struct JobGraph {
     told: usize,
     /// The place of the newest failure that was applied; 0 if none was.
     pub(super) last_failed: u64,
+    /// The place of the newest `Task Completed` that was applied; 0 if none was.
+    last_completed: u64,
     used: u64,
 }
 
@@ -48,6 +50,8 @@ pub(super) struct Node {
     pub(super) fold: Fold,
     /// The last event that was applied.
     place: u64,
+    /// The place of the `Task Completed` that counts; 0 if the task has not completed.
+    completed_at: u64,
     /// Parents that have not completed.
     waits_for: usize,
     /// Its output, once it has completed. `None` if it has to be read from the history.
@@ -61,6 +65,7 @@ impl JobGraph {
             completed: 0,
             told: 0,
             last_failed: 0,
+            last_completed: 0,
             id,
             created_at,
             graph,
@@ -75,13 +80,20 @@ impl JobGraph {
         let first = self.nodes.len();
         for number in first..self.graph.len() {
             let (fold, place) = states.get(number).copied().unwrap_or_default();
+            let completed_at = match fold.state {
+                // The last event that counted is the one that completed it.
+                Some(TaskState::Completed) => place,
+                _ => 0,
+            };
             self.completed += usize::from(fold.state == Some(TaskState::Completed));
+            self.last_completed = self.last_completed.max(completed_at);
             if fold.state == Some(TaskState::Failed) && !fold.cancelled {
                 self.last_failed = self.last_failed.max(place);
             }
             self.nodes.push(Node {
                 fold,
                 place,
+                completed_at,
                 ..Node::default()
             });
         }
@@ -102,9 +114,18 @@ impl JobGraph {
         node.waits_for == 0 && node.fold.state.is_none()
     }
 
-    /// Whether all tasks have completed and no event says so yet.
-    pub(super) fn is_to_be_told(&self) -> bool {
-        self.completed == self.graph.len() && self.told != self.graph.len()
+    /// Whether the completion at this place starts a task: of several parents, the one that completed last in the log
+    /// does. The events of the others may be handled later, and would start it again.
+    pub(super) fn is_started_by(&self, number: usize, place: u64) -> bool {
+        let mut parents = self.graph.parents(number).iter();
+        self.can_start(number) && parents.all(|p| self.nodes[*p].completed_at <= place)
+    }
+
+    /// Whether the completion at this place is the last one of the job, and no event says so yet.
+    pub(super) fn is_to_be_told(&self, place: u64) -> bool {
+        self.completed == self.graph.len()
+            && self.told != self.graph.len()
+            && self.last_completed <= place
     }
 
     fn is_over(&self) -> bool {
@@ -139,8 +160,11 @@ impl JobGraph {
             self.last_failed = 0;
         }
         let is = node.fold.state == Some(TaskState::Completed);
+        node.completed_at = 0;
         if is {
             node.output = output(event);
+            node.completed_at = note.place;
+            self.last_completed = note.place;
         }
         if was == is {
             return;

@@ -334,8 +334,10 @@ fn next(graph: &JobGraph, event: &Event, task: Option<&str>, place: u64) -> Next
             };
             let children = graph.graph.children(number).iter().copied();
             Next {
-                starts: children.filter(|n| graph.can_start(*n)).collect(),
-                completed: graph.is_to_be_told(),
+                starts: children
+                    .filter(|n| graph.is_started_by(*n, place))
+                    .collect(),
+                completed: graph.is_to_be_told(place),
                 failed: None,
             }
         }

@@ -9,6 +9,7 @@ use everbus::{
     Context, Event, EventBuilder, EventId, HandlerError, LeaseExtension, Message, Outcome,
     Timestamp, skip,
 };
+use futures_util::FutureExt as _;
 use parking_lot::Mutex;
 use serde_json::json;
 use tokio::time::Instant;
@@ -22,7 +23,7 @@ use crate::events::{
     ErrorCategory, FailureSource, Json, LastActivity, MemoryUsage, Signal, TaskCompleted,
     TaskFailed, TaskHeartbeat, TaskProcessingFailed, TaskStarted, TaskTimeout, Usage,
 };
-use crate::{Emitter, Jobs, Origin, WorkItem};
+use crate::{Emitter, Jobs, WorkItem};
 
 /// An event that was in flight at this many crashes of workers, the last time alone, is the cause of them.
 const CRASHES: usize = 3;
@@ -36,7 +37,10 @@ pub(crate) const DETAILS: &str = "worker";
 /// What the attempts of a worker share.
 pub(super) struct Runner {
     pub(super) jobs: Jobs,
-    pub(super) emitter_id: String,
+    /// Its name in the events.
+    pub(super) id: String,
+    /// For the tenant and app of `jobs`.
+    pub(super) emitter: Emitter,
     pub(super) command: Option<Arc<ChildCommand>>,
     pub(super) handlers: BTreeMap<String, TaskHandler>,
     pub(super) any: Option<TaskHandler>,
@@ -108,11 +112,10 @@ impl Runner {
     ) -> Result<Outcome, HandlerError> {
         let event = message.event();
         let item = WorkItem::of(event)?;
-        let jobs = self.jobs.of(event);
-        let emitter = jobs.emitter(Origin::Worker).worker(&self.emitter_id);
-        if self
-            .cancellations
-            .is_cancelled(&jobs, &item, message)
+        let emitter = self.emitter.of(event);
+        let cancellations = &self.cancellations;
+        if cancellations
+            .is_cancelled(&self.jobs, &item, message)
             .await?
         {
             return Err(skip("the task was cancelled, or has been started again"));
@@ -221,18 +224,29 @@ impl Attempt<'_> {
         let mut work = match self.begin(started) {
             Ok(work) => work,
             Err(end) => {
-                return self.settle(Finished {
+                let finished = Finished {
                     end,
                     elapsed: started.elapsed(),
                     details: None,
-                });
+                };
+                return self.settle(None, finished);
             }
         };
+        let bus = self.runner.jobs.bus();
+        let begun = self.started(&work);
+        match self.ended_at_once(&mut work, started) {
+            // The start and the end are published in one step with the ack.
+            Ok(Some(finished)) => return self.settle(Some(begun), finished),
+            Ok(None) => {}
+            Err(panic) => {
+                // The bus records the panic. The attempt has begun all the same.
+                bus.publish(begun).await?;
+                std::panic::resume_unwind(panic);
+            }
+        }
         let limit = self.limits.timeout.saturating_add(self.limits.grace);
         self.context.extend(limit.saturating_add(MARGIN));
-        let lock = self.runner.jobs.now().plus(self.lease());
-        let bus = self.runner.jobs.bus();
-        bus.publish(self.started(&work, lock)).await?;
+        bus.publish(begun).await?;
         let mut cancelled =
             std::pin::pin!(self.runner.cancellations.wait(&self.emitter, &self.item));
         let mut shutdown = std::pin::pin!(async {
@@ -251,7 +265,7 @@ impl Attempt<'_> {
                     Some(extension) => {
                         number += 1;
                         let heartbeat = self.heartbeat(&work, &extension, number, started);
-                        beat.set(futures_util::FutureExt::fuse(Box::pin(bus.publish(heartbeat).into_future())));
+                        beat.set(Box::pin(bus.publish(heartbeat).into_future()).fuse());
                     }
                     None => {
                         work.stop(Stopped::LeaseLost, Duration::ZERO);
@@ -272,7 +286,20 @@ impl Attempt<'_> {
                 }
             }
         };
-        self.settle(finished)
+        self.settle(None, finished)
+    }
+
+    /// The end of a function that does not wait for anything: it has ended when it was called.
+    fn ended_at_once(
+        &self,
+        work: &mut Work,
+        started: Instant,
+    ) -> std::thread::Result<Option<Finished>> {
+        if matches!(work, Work::Child(_)) {
+            return Ok(None);
+        }
+        let first = || work.ended(self, None, started).now_or_never();
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(first))
     }
 
     fn lease(&self) -> Duration {
@@ -321,18 +348,22 @@ impl Attempt<'_> {
         }
     }
 
-    fn started(&self, work: &Work, lock: Timestamp) -> EventBuilder {
+    fn started(&self, work: &Work) -> EventBuilder {
         let of = &self.item.work;
-        self.item.event(
-            &self.emitter,
-            &TaskStarted {
-                request_id: of.request_id.clone(),
-                job_id: of.job_id.clone(),
-                effective_until: seconds(lock),
-                worker_id: self.runner.emitter_id.clone(),
-                process_id: work.pid(),
-            },
-        )
+        let now = self.runner.jobs.now();
+        self.item
+            .event(
+                &self.emitter,
+                &TaskStarted {
+                    request_id: of.request_id.clone(),
+                    job_id: of.job_id.clone(),
+                    effective_until: seconds(now.plus(self.lease())),
+                    worker_id: self.runner.id.clone(),
+                    process_id: work.pid(),
+                },
+            )
+            // It may be published after the end of the work.
+            .occurred_at(now)
     }
 
     fn heartbeat(
@@ -350,7 +381,7 @@ impl Attempt<'_> {
                 effective_until: seconds(extension.until),
                 heartbeat_number: number,
                 elapsed_ms: millis(started.elapsed()),
-                worker_id: self.runner.emitter_id.clone(),
+                worker_id: self.runner.id.clone(),
                 process_id: work.pid(),
                 memory_usage: (rss > 0).then_some(MemoryUsage { rss }),
                 last_activity: activity,
@@ -358,8 +389,16 @@ impl Attempt<'_> {
         )
     }
 
-    /// Turns the end of the attempt into what happens to the work message.
-    fn settle(&self, finished: Finished) -> Result<Outcome, HandlerError> {
+    /// Turns the end of the attempt into what happens to the work message. `begun`: its start, if that was not published.
+    fn settle(
+        &self,
+        begun: Option<EventBuilder>,
+        finished: Finished,
+    ) -> Result<Outcome, HandlerError> {
+        let acked = |begun: Option<EventBuilder>, event| {
+            let mut events = begun.into_iter().chain([event]);
+            events.try_fold(Outcome::default(), Outcome::publish)
+        };
         let Finished {
             end,
             elapsed,
@@ -386,7 +425,7 @@ impl Attempt<'_> {
                     usage,
                 };
                 let event = self.item.event(&self.emitter, &completed);
-                Outcome::default().publish(with_details(event))
+                acked(begun, with_details(event))
             }
             End::TimedOut { limit, signal } => {
                 let timeout = TaskTimeout {
@@ -397,11 +436,11 @@ impl Attempt<'_> {
                     signal,
                 };
                 let event = self.item.event(&self.emitter, &timeout);
-                Outcome::default().publish(with_details(event))
+                acked(begun, with_details(event))
             }
             End::Failed { category, error } if !category.is_retryable() => {
                 let event = self.failed(error, category, FailureSource::Worker);
-                Outcome::default().publish(with_details(event))
+                acked(begun, with_details(event))
             }
             End::Failed { category, error } => {
                 let attempt = self.context.attempt();
@@ -413,13 +452,15 @@ impl Attempt<'_> {
                     error_category: category,
                 };
                 let event = with_details(self.item.event(&self.emitter, &failed));
+                let failed = |error| {
+                    let events = begun.into_iter().chain([event]);
+                    events.fold(error, HandlerError::with_event)
+                };
                 if attempt < self.max_attempts {
-                    return Err(HandlerError::new(error).with_event(event));
+                    return Err(failed(HandlerError::new(error)));
                 }
                 let last = self.failed(error.clone(), category, FailureSource::Dlq);
-                Err(HandlerError::permanent(error)
-                    .with_event(event)
-                    .with_event(with_details(last)))
+                Err(failed(HandlerError::permanent(error)).with_event(with_details(last)))
             }
             End::Cancelled => Err(skip("the task was cancelled while it ran")),
             End::LeaseLost => Err(HandlerError::new("the lease of the task was lost")),

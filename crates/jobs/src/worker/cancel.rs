@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 
 use crate::events::{ErrorCategory, TaskFailed};
-use crate::{Emitter, Jobs, WorkItem, run_of};
+use crate::{DEFAULT_TENANT, Emitter, Jobs, WorkItem, run_of};
 
 /// When more cancels are known than this, the older half is forgotten, and work that is older is looked up.
 const MOST_KNOWN: usize = 100_000;
@@ -93,7 +93,8 @@ impl Cancellations {
         item: &WorkItem,
         message: &Message,
     ) -> Result<bool> {
-        let key = key(jobs.tenant(), item);
+        let tenant = message.event().tenant().unwrap_or(DEFAULT_TENANT);
+        let key = key(tenant, item);
         // A store beside the broker has its own places, and may be behind.
         let beside = jobs.bus().engine().background.is_some();
         let heard = {
@@ -108,6 +109,7 @@ impl Cancellations {
             heard
         };
         // The state decides: a cancel that came after the end of the run says nothing about a later delivery of it.
+        let jobs = jobs.for_tenant(tenant);
         let task = jobs.task(&item.work.request_id).await?;
         let is_over = task
             .is_some_and(|task| task.run > item.run || (task.cancelled && task.run == item.run));

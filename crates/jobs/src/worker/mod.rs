@@ -26,7 +26,7 @@ use std::time::Duration;
 use everbus::{Code, Context, Error, Message, Result, RetryPolicy, StartFrom};
 use serde::Serialize;
 
-use crate::{Jobs, WORK, WORKERS};
+use crate::{Jobs, Origin, WORK, WORKERS};
 use child::ChildCommand;
 use classify::Classifier;
 use task::TaskHandler;
@@ -121,6 +121,9 @@ impl Worker {
     }
 
     /// Runs tasks of this name with a function in this process.
+    ///
+    /// A function that waits for nothing has its start and its end stored in one step with the ack: while it computes,
+    /// its task counts as pending.
     pub fn handler<F, R, T>(mut self, name: impl Into<String>, function: F) -> Self
     where
         F: Fn(Task) -> R + Send + Sync + 'static,
@@ -210,7 +213,8 @@ impl Worker {
         dead::mount(&self.jobs).await?;
         let cancellations = cancel::Cancellations::watch(&self.jobs).await?;
         let runner = Arc::new(attempt::Runner {
-            emitter_id: self.id,
+            emitter: self.jobs.emitter(Origin::Worker).worker(&self.id),
+            id: self.id,
             jobs: self.jobs,
             command: self.command,
             handlers: self.handlers,

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus::{BreakerPolicy, Bus, Criticality, Event, HandlerError, RetryPolicy};
-use everbus_jobs::alerts::webhook::{WebhookClient, WebhookOptions};
 use everbus_jobs::alerts::{Alerts, JobEnds, Target};
 use everbus_jobs::events::{
     Health, HealthSummary, JobFailureDetected, TaskHealth, TaskHealthCheck, TaskStatuses,
 };
+use everbus_jobs::webhook::{WebhookClient, WebhookOptions};
 use everbus_jobs::{Jobs, Origin};
 use parking_lot::Mutex;
 use serde_json::Value;

@@ -1,88 +1,61 @@
-//! Kills dispatcher, worker and producer during random jobs on one file, and compares the end with a model.
+//! Kills dispatcher, worker and producer during random jobs on one file, and compares the end with a model. The worker is a
+//! handler, which is fast, or the real one with child processes.
 //!
 //! A short run is a part of every test run. `EVERBUS_JOBS_CAMPAIGN=200 cargo test -p everbus-jobs --test it crash --
-//! --nocapture` runs 200 jobs. `EVERBUS_SEED` repeats one. With `--features postgres` and `EVERBUS_JOBS_ENGINE=postgres`
+//! --nocapture` runs 200 jobs of each kind. `EVERBUS_SEED` repeats one. With `--features postgres` and `EVERBUS_JOBS_ENGINE=postgres`
 //! it runs on PostgreSQL.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use everbus::{Bus, Message, StartFrom, TypedEvent};
-use everbus_jobs::events::{
-    JobCompleted, TaskCompleted, TaskPending, TaskSpec, TaskState, TaskStatuses, Work,
-};
-use everbus_jobs::{Dispatcher, JobState, Jobs, WORK, WORKERS, WorkItem};
-use serde_json::json;
+use everbus_jobs::events::{JobCompleted, Json, TaskCompleted, TaskPending, TaskState, Work};
+use everbus_jobs::worker::child::ChildCommand;
+use everbus_jobs::{Dispatcher, JobState, Jobs, NewTask, WORK, WORKERS, WorkItem, Worker};
 
-use crate::support::{answer, events_of, job, task_with};
-
-/// A small generator, the same everywhere.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.next() % end
-    }
-}
-
-/// A random graph; one task in twelve fails.
-fn random_job(seed: u64, number: u64) -> (String, Vec<TaskSpec>) {
-    let mut random = Random(seed ^ number.wrapping_mul(0x5851_f42d_4c95_7f2d));
-    let id = format!("job-{number}");
-    let total = 1 + random.below(12);
-    let mut tasks = Vec::new();
-    for n in 0..total {
-        let parents = (0..random.below(4))
-            .filter(|_| n > 0)
-            .map(|_| random.below(n.max(1)));
-        let mut parents: Vec<String> = parents.map(|p| format!("{id}.{p}")).collect();
-        parents.sort();
-        parents.dedup();
-        let parents: Vec<&str> = parents.iter().map(String::as_str).collect();
-        let fails = random.below(12) == 0;
-        tasks.push(task_with(
-            &format!("{id}.{n}"),
-            &parents,
-            &json!({ "fail": fails }),
-        ));
-    }
-    (id, tasks)
-}
-
-/// What a job must come to.
-fn model(tasks: &[TaskSpec]) -> TaskStatuses {
-    let mut states = TaskStatuses::new();
-    // Parents come first in these graphs.
-    for task in tasks {
-        let completed = |parent: &String| states[parent] == Some(TaskState::Completed);
-        let state = if !task.depends_on.iter().all(completed) {
-            None
-        } else if task.input.get().contains("true") {
-            Some(TaskState::Failed)
-        } else {
-            Some(TaskState::Completed)
-        };
-        states.insert(task.task_id.clone(), state);
-    }
-    states
-}
+use crate::random_jobs::{Random, model, random_job};
+use crate::support::{answer, events_of, job, until};
 
 async fn open(directory: &Path) -> Jobs {
     // The file names another engine, if it is there.
     let url = std::fs::read_to_string(directory.join("url"));
     let url = url.unwrap_or_else(|_| format!("sqlite:{}", directory.join("events.db").display()));
     Jobs::new(Bus::open(url).await.unwrap()).unwrap()
+}
+
+/// The child of a task: says who it is, works for a moment, and says that it has come to its end. The file `long` makes
+/// it work for a quarter of an hour.
+const CHILD: &str = r#"
+echo "$EVERBUS_REQUEST_ID $$ $PPID" >> begun
+input=$(cat)
+if [ -e long ]; then sleep 900; else sleep 0.02; fi
+case $input in *'"fail":true'*) exit 65 ;; esac
+echo "$EVERBUS_REQUEST_ID" >> ran
+echo '{}'
+"#;
+
+/// The children of a worker that run: tasks and process ids.
+fn children_of(directory: &Path, worker: u32) -> Vec<(String, u32)> {
+    let text = std::fs::read_to_string(directory.join("begun")).unwrap_or_default();
+    let of_worker = text.lines().filter_map(|line| {
+        let mut words = line.split(' ');
+        let (task, child, parent) = (words.next()?, words.next()?, words.next()?);
+        (parent == worker.to_string()).then_some((task.to_owned(), child.parse().ok()?))
+    });
+    of_worker.filter(|(_, child)| is_running(*child)).collect()
+}
+
+/// Whether a child of these tests runs. One that has ended may wait for a parent that reads its exit code.
+fn is_running(pid: u32) -> bool {
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}"));
+    let is_ours = read("cmdline").is_ok_and(|command| command.contains("EVERBUS_REQUEST_ID"));
+    let state = read("stat").unwrap_or_default();
+    let state = state.rsplit_once(") ").map_or("Z", |(_, state)| state);
+    is_ours && !state.starts_with('Z')
 }
 
 /// One of the processes that are killed. It is no test by itself.
@@ -106,6 +79,22 @@ async fn crash_process() {
         }
         "dispatcher" => {
             Dispatcher::subscribe(&jobs).await.unwrap();
+            jobs.bus().start().await.unwrap();
+            std::future::pending::<()>().await;
+        }
+        "children" => {
+            let command = ChildCommand::new("sh")
+                .args([OsString::from("-c"), CHILD.into()])
+                .directory(&directory);
+            Worker::new(jobs.clone())
+                .command(command)
+                .concurrency(4)
+                // Where a dead worker is noticed by its lease, this lasts for three of them.
+                .heartbeat(Duration::from_secs(2))
+                .retry(everbus::RetryPolicy::default().max_retries(10_000))
+                .mount()
+                .await
+                .unwrap();
             jobs.bus().start().await.unwrap();
             std::future::pending::<()>().await;
         }
@@ -175,12 +164,54 @@ impl Drop for Process {
 // conformance: workflow/job-ids: a restarted dispatcher repeats its ids, so that nothing is started twice
 #[tokio::test(flavor = "multi_thread")]
 async fn killed_dispatchers_workers_and_producers_lose_and_double_nothing() {
+    campaign("worker", 12).await;
+}
+
+// conformance: workflow/job-orphans: workers with real child processes are killed during random jobs; each job ends as a model says, and no child of a killed worker goes on
+#[tokio::test(flavor = "multi_thread")]
+async fn killed_workers_with_children_lose_and_double_nothing() {
+    campaign("children", 4).await;
+}
+
+// conformance: workflow/job-orphans: the child of a worker that is killed with SIGKILL ends with it, and its task completes once, by the next worker
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_worker_takes_its_children_with_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let jobs = open(path).await;
+    std::fs::write(path.join("long"), "").unwrap();
+    let task = NewTask::new("long", Json::empty()).id("req-1");
+    jobs.submit(task).await.unwrap();
+    let first = start("children", path, 0, 0);
+    let pid = first.child.id();
+    until("the child runs", async || children_of(path, pid).len() == 1).await;
+    drop(first);
+    // It would work for far longer than this waits.
+    until("the child has ended", async || {
+        children_of(path, pid).is_empty()
+    })
+    .await;
+    std::fs::remove_file(path.join("long")).unwrap();
+    let second = start("children", path, 0, 0);
+    until("the task has completed", async || {
+        let task = jobs.task("req-1").await.unwrap().unwrap();
+        task.state == Some(TaskState::Completed)
+    })
+    .await;
+    let ran = std::fs::read_to_string(path.join("ran")).unwrap();
+    assert_eq!(ran, "req-1\n", "only the second child came to its end");
+    assert_eq!(events_of::<TaskCompleted>(&jobs).await.len(), 1);
+    drop(second);
+    jobs.bus().shutdown().await.unwrap();
+}
+
+async fn campaign(worker: &'static str, usual: u64) {
     let env = |name: &str| {
         std::env::var(name)
             .ok()
             .and_then(|text| text.parse::<u64>().ok())
     };
-    let count = env("EVERBUS_JOBS_CAMPAIGN").unwrap_or(12);
+    let count = env("EVERBUS_JOBS_CAMPAIGN").unwrap_or(usual);
     let seed = env("EVERBUS_SEED").unwrap_or_else(|| {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         now.unwrap().as_micros() as u64
@@ -198,11 +229,11 @@ async fn killed_dispatchers_workers_and_producers_lose_and_double_nothing() {
     let mut processes = vec![
         go("producer"),
         go("dispatcher"),
-        go("worker"),
-        go("worker"),
+        go(worker),
+        go(worker),
         go("dispatcher"),
     ];
-    let mut kills = BTreeMap::from([("producer", 0), ("dispatcher", 0), ("worker", 0)]);
+    let mut kills = BTreeMap::from([("producer", 0), ("dispatcher", 0), (worker, 0)]);
     let begin = Instant::now();
     // Kills go on for a while and then stop, so that the end is reached on any machine.
     let killing = Duration::from_secs(10 + count / 4);
@@ -250,12 +281,17 @@ async fn killed_dispatchers_workers_and_producers_lose_and_double_nothing() {
             continue;
         }
         *kills.get_mut(role).unwrap() += 1;
+        let pid = processes[victim].child.id();
         processes[victim] = start(role, directory.path(), seed, count);
+        until("the children of a killed worker have ended", async || {
+            children_of(directory.path(), pid).is_empty()
+        })
+        .await;
     }
     // Events that were in flight when the last job ended.
     let completed = |n| jobs_completed(seed, n);
     let wanted = (0..count).filter(|n| completed(*n)).count();
-    crate::support::until("every end is told", async || {
+    until("every end is told", async || {
         events_of::<JobCompleted>(&jobs).await.len() >= wanted
     })
     .await;

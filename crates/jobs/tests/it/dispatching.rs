@@ -423,6 +423,67 @@ async fn the_output_of_a_task_is_that_of_the_result_that_counts() {
     jobs.bus().shutdown().await.unwrap();
 }
 
+// conformance: workflow/job-ids: parents that complete together start their child once, and their job completes once
+#[tokio::test(flavor = "multi_thread")]
+async fn parents_that_complete_together_start_their_child_once() {
+    const PARENTS: usize = 30;
+    let jobs = memory().await;
+    let parents: Vec<String> = (0..PARENTS).map(|n| format!("p{n}")).collect();
+    let names: Vec<&str> = parents.iter().map(String::as_str).collect();
+    let mut tasks: Vec<_> = names.iter().map(|name| task(name, &[])).collect();
+    tasks.push(task("child", &names));
+    tasks.push(task("early", &names[..1]));
+    jobs.submit_job(job("j", tasks)).await.unwrap();
+    // All of them are in the log before the dispatcher looks at the first.
+    for name in &names {
+        publish(&jobs, &completes(name, &json!(name))).await;
+    }
+    let dispatcher = Dispatcher::subscribe(&jobs).await.unwrap();
+    jobs.bus().start().await.unwrap();
+    dispatched(&jobs).await;
+    let mut started: Vec<String> = Vec::new();
+    for record in events_of::<Work>(&jobs).await {
+        started.push(record.event.json::<Work>().unwrap().request_id);
+    }
+    started.sort();
+    assert_eq!(started, ["child", "early"]);
+    let outputs = &inputs(&jobs).await["child"]["dependencyOutputs"];
+    assert_eq!(outputs.as_object().unwrap().len(), PARENTS);
+    assert_eq!(count::<JobCompleted>(&jobs).await, 0);
+    let emitter = jobs.emitter(Origin::Worker);
+    let ends = ["child", "early"].map(|name| {
+        let end = completes(name, &json!(null));
+        emitter.event_of_run(&end, Some("j"), 1)
+    });
+    jobs.bus().publish_batch(ends).await.unwrap();
+    dispatched(&jobs).await;
+    assert_eq!(count::<JobCompleted>(&jobs).await, 1);
+    assert_eq!(count::<TaskPending>(&jobs).await, 2);
+    drop(dispatcher);
+    jobs.bus().shutdown().await.unwrap();
+}
+
+// conformance: workflow/job-ids: a job of another tenant with the same ids is another job
+#[tokio::test(flavor = "multi_thread")]
+async fn jobs_of_two_tenants_with_the_same_ids_are_apart() {
+    let jobs = memory().await;
+    running(&jobs).await;
+    let other = jobs.for_tenant("other");
+    let tasks = || vec![task("a", &[]), task("b", &["a"])];
+    jobs.submit_job(job("j", tasks())).await.unwrap();
+    let mut more = tasks();
+    more.push(task("c", &["b"]));
+    other.submit_job(job("j", more)).await.unwrap();
+    assert_eq!(ended(&jobs, "j").await.task_statuses.len(), 2);
+    assert_eq!(ended(&other, "j").await.task_statuses.len(), 3);
+    until("both ends are told", async || {
+        count::<JobCompleted>(&jobs).await == 2
+    })
+    .await;
+    assert_eq!(count::<TaskPending>(&jobs).await, 5);
+    jobs.bus().shutdown().await.unwrap();
+}
+
 // conformance: workflow/job-branches: many failures at once are told by one event with all states
 #[tokio::test(flavor = "multi_thread")]
 async fn many_failures_are_told_together() {

@@ -8,6 +8,8 @@
 )]
 
 mod alerts;
+#[cfg(any(feature = "nats", feature = "redis"))]
+mod beside;
 mod crash;
 mod dispatching;
 mod golden;
@@ -17,6 +19,7 @@ mod keeping;
 #[cfg(feature = "postgres")]
 mod postgres;
 mod producing;
+mod random_jobs;
 mod schedule;
 mod states;
 mod support;

@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::support::{ended, events_of, job, running, task, task_with, until, worker};
 
-// needs: postgres
+// needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread")]
 async fn jobs_fail_are_resumed_and_complete_with_two_dispatchers() {
     let Some(server) = Postgres::shared() else {

@@ -9,7 +9,7 @@ use super::{
     AFTER_REFUSAL, Board, Counts, Load, MOST_BYTES, MOST_FRESH, Part, Partition, Snapshot, State,
     later,
 };
-use crate::progress::{Entry, Last, Saved};
+use crate::offset_metadata::{Entry, Last, Saved};
 
 impl Board {
     /// What must be committed. With `lazy`, also progress that may wait.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use everbus_core::{Failure, FailureKind, Timestamp};
 
 use super::{Board, Held, LOOKED_AT, MOST_OPEN, RowId, Seat, State, before, later};
-use crate::progress::Last;
+use crate::offset_metadata::Last;
 
 impl Board {
     /// Claims up to `max` events for a consumer. They are handed out by [`deliver`](Self::deliver), once

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use everbus_core::{Recorded, Shard};
 
 use super::{Board, Change, Held, RowId, State, before, later};
-use crate::progress::Last;
+use crate::offset_metadata::Last;
 
 impl Board {
     /// The delivery of a lease that is held.

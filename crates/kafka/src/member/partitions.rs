@@ -12,7 +12,7 @@ use super::commit::list;
 use super::{Context, DROPPED, Member};
 use crate::board::{Load, Partition};
 use crate::errors::{kind, refused};
-use crate::progress::Saved;
+use crate::offset_metadata::Saved;
 
 /// A full partition is looked at again after this long; then it is paused.
 const PATIENCE: Duration = Duration::from_millis(20);

@@ -2,10 +2,10 @@
 
 use std::collections::HashMap;
 
-use everbus_core::{Held, Holdings, RETENTION_DUTY, Result, Timestamp, TypeHoldings};
+use everbus_core::{Held, Holdings, Result, Timestamp, TypeHoldings};
 
 use crate::Postgres;
-use crate::maintenance::{clock_now, last_duty};
+use crate::maintenance::clock_now;
 use crate::pool::Sql;
 use crate::rows::{UNREADABLE, get, get_seq};
 
@@ -74,7 +74,6 @@ impl Postgres {
                 "SELECT count(*), min(expires_at) FROM everbus.log WHERE expires_at IS NOT NULL",
             )
             .await?,
-            last_run: last_duty(&*db, RETENTION_DUTY).await?,
             clock: clock_now(&*db, self.now()).await?.doubt,
         })
     }

@@ -82,6 +82,7 @@ async fn what_cannot_be_used_is_refused_with_a_hint() {
 }
 
 // conformance: engines/postgres-migration: a database of an earlier version is brought to this one when it is opened
+// conformance: engines/postgres-jit: the functions switch jit off, also in a database of an earlier version
 // needs: PostgreSQL
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_earlier_version_is_updated() {
@@ -95,16 +96,23 @@ async fn an_earlier_version_is_updated() {
     let newest = server.sql_at(&url, version);
     let claim = "SELECT prosrc FROM pg_proc WHERE proname = 'claim_new'";
     let function = server.sql_at(&url, claim);
-    // The first version had another body.
+    let settings = "SELECT string_agg(proconfig::text, ' ' ORDER BY proname) FROM pg_proc
+                    WHERE proname IN ('ack', 'claim_new') AND pronamespace = 'everbus'::regnamespace";
+    let configured = server.sql_at(&url, settings);
+    // Their plans look dear, so that the server would compile them for each call.
+    assert_eq!(configured.matches("jit=off").count(), 2, "{configured}");
+    // The first version had another body and other settings.
     server.sql_at(
         &url,
         "UPDATE everbus.meta SET value = '1' WHERE key = 'schema_version';
+         ALTER FUNCTION everbus.ack RESET jit;
          UPDATE pg_proc SET prosrc = 'BEGIN END' WHERE proname = 'claim_new'",
     );
     let engine = everbus_postgres::open(&url, brief()).await.unwrap();
     engine.broker.close().await.unwrap();
     assert_eq!(server.sql_at(&url, version), newest);
     assert_eq!(server.sql_at(&url, claim), function);
+    assert_eq!(server.sql_at(&url, settings), configured);
 }
 
 // conformance: engines/postgres-bad-input: a wrong password is told as such

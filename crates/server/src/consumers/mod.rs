@@ -1,7 +1,6 @@
 //! Consumers without Rust: webhooks and commands run as handlers of the bus, with its whole pipeline (retry,
 //! breaker, timeout, inbox, order, dead letters). Clients that fetch over HTTP are in `api/pull.rs`.
 
-mod client;
 mod exec;
 mod webhook;
 

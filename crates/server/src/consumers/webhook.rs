@@ -6,21 +6,22 @@ use bytes::Bytes;
 use data_encoding::BASE64;
 use everbus::dialects;
 use everbus::{Bus, Code, Dialect, Error, HandlerError, HandlerResult, Message, Result};
+use everbus_jobs::webhook::{Reply, WebhookClient, WebhookOptions};
 use http::StatusCode;
 use ring::hmac;
-
-use super::client::{Address, Reply};
 
 /// Begins a secret that is written in base64.
 const PREFIX: &str = "whsec_";
 /// The text of an answer in an error, at most.
 const SHOWN: usize = 500;
 /// A receiver may ask for at most this pause.
-const LONGEST_PAUSE: u64 = 24 * 3600;
+const LONGEST_PAUSE: Duration = Duration::from_secs(24 * 3600);
+/// The timeout of the handler bounds a delivery; this one only has to be longer.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 /// A webhook that is ready to deliver.
 pub(crate) struct Hook {
-    address: Address,
+    client: WebhookClient,
     keys: Vec<hmac::Key>,
 }
 
@@ -28,8 +29,16 @@ impl Hook {
     /// Checks the address and the secrets.
     pub(crate) fn new(url: &str, secrets: &[String], private: bool) -> Result<Self> {
         let keys = secrets.iter().map(|secret| key(secret));
+        let options = WebhookOptions::default()
+            .allow_http(private)
+            .allow_private(private)
+            .timeout(LONGEST);
+        let client = WebhookClient::new(url, options).map_err(|error| {
+            error
+                .hint("http:// and private addresses need allow_private or server.private_webhooks")
+        })?;
         Ok(Self {
-            address: Address::parse(url, private)?,
+            client,
             keys: keys.collect::<Result<_>>()?,
         })
     }
@@ -59,8 +68,8 @@ impl Hook {
         if let Some(trace) = event.attributes().and_then(|a| a.trace.as_ref()) {
             headers.push(("traceparent", trace.traceparent.clone()));
         }
-        let reply = self.address.post(&headers, body).await;
-        let reply = reply.map_err(HandlerError::new)?;
+        let reply = self.client.send(&headers, body).await;
+        let reply = reply.map_err(|error| HandlerError::new(error.message().to_owned()))?;
         self.judge(bus, message, &reply).await
     }
 
@@ -70,20 +79,17 @@ impl Hook {
             return Ok(());
         }
         let text: String = reply.text.chars().take(SHOWN).collect();
-        let what = format!("{} answered {status}: {text}", self.address);
+        let what = format!("{} answered {status}: {text}", self.client);
         match status {
             StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
                 match reply.retry_after {
-                    Some(seconds) => {
-                        let after = Duration::from_secs(seconds.min(LONGEST_PAUSE));
-                        Err(HandlerError::retry_after(what, after))
-                    }
+                    Some(after) => Err(HandlerError::retry_after(what, after.min(LONGEST_PAUSE))),
                     None => Err(HandlerError::new(what)),
                 }
             }
             StatusCode::GONE => {
                 // The receiver wants no more events. The group keeps them until an operator decides.
-                let reason = format!("{} answered 410 Gone", self.address);
+                let reason = format!("{} answered 410 Gone", self.client);
                 bus.pause_group(message.group().clone(), Some(reason))
                     .await?;
                 Err(HandlerError::retry_after(what, Duration::from_secs(1)))

@@ -1,9 +1,11 @@
 //! The list of tasks by state, and one task with its events.
 
+use std::sync::Arc;
+
 use axum::extract::{Path, Query, State};
 use axum::response::Response;
-use everbus::Result;
-use everbus_jobs::events::{TASK, TaskState};
+use everbus::{Recorded, Result, TypedEvent as _};
+use everbus_jobs::events::{TASK, TaskProcessingFailed, TaskState};
 use everbus_jobs::health::Thresholds;
 use everbus_jobs::state::TaskStatus;
 use maud::{Markup, html};
@@ -22,6 +24,8 @@ use crate::state::AppState;
 const PAGE: usize = 50;
 /// Events of a task on its page.
 const EVENTS: usize = 200;
+/// Failed attempts of a task on its page.
+const ATTEMPTS: usize = 50;
 
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -145,7 +149,14 @@ pub(super) async fn show(
         limit: Some(EVENTS),
         ..EventsQuery::default()
     };
+    // Asked for by their type: heartbeats would push them off the list of events.
+    let failed = EventsQuery {
+        event_type: Some(TaskProcessingFailed::TYPE.to_owned()),
+        limit: Some(ATTEMPTS),
+        ..events.clone()
+    };
     let events = events_page(state.bus(), &caller, &events).await?;
+    let failed = events_page(state.bus(), &caller, &failed).await?;
     let pending = u64::from(task.state == Some(TaskState::Pending));
     let health = (task.state == Some(TaskState::Processing))
         .then(|| Thresholds::default().judge(&task, chosen.jobs.now()));
@@ -168,6 +179,7 @@ pub(super) async fn show(
             }
             div.stack {
                 (no_worker(&state, pending).await)
+                (failed_attempts(&failed.items))
                 div.cols-2 {
                     section.card #events data-live {
                         header { h2 { "Events" } span.small.muted { "newest first" } }
@@ -199,6 +211,30 @@ pub(super) async fn show(
         body,
     };
     Ok(page.show(&state, &caller).await)
+}
+
+/// The attempts that failed and were tried again, newest first.
+fn failed_attempts(records: &[Arc<Recorded>]) -> Markup {
+    let attempts: Vec<(&Arc<Recorded>, TaskProcessingFailed)> = records
+        .iter()
+        .filter_map(|record| Some((record, record.event.json().ok()?)))
+        .collect();
+    html! {
+        section.card #failed-attempts data-live hidden[attempts.is_empty()] {
+            header { h2 { "Failed attempts" } span.small.muted { "newest first" } }
+            div.scroll { table.cards {
+                thead { tr { th.num { "Attempt" } th { "Error" } th { "Category" } th.num { "When" } } }
+                tbody { @for (record, failed) in &attempts {
+                    tr data-href={ "/events/" (record.event.id()) } {
+                        td.num.lead data-label="Attempt" { a href={ "/events/" (record.event.id()) } { (failed.attempt_number) } }
+                        td.wrap.line.bad { (failed.error) }
+                        td.small.muted data-label="Category" { (failed.error_category.as_str()) }
+                        td.num data-label="When" { (parts::time(record.received_at)) }
+                    }
+                } }
+            } }
+        }
+    }
 }
 
 fn facts(task: &TaskStatus) -> Markup {

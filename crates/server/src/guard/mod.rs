@@ -246,7 +246,8 @@ fn request_id(headers: &HeaderMap) -> Option<String> {
     usable.then(|| given.to_owned())
 }
 
-fn trace(headers: &HeaderMap) -> Option<TraceContext> {
+/// The trace that a request belongs to.
+pub(crate) fn trace(headers: &HeaderMap) -> Option<TraceContext> {
     let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
     TraceContext::parse(text("traceparent")?, text("tracestate")).ok()
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use everbus::{Bus, Config};
 use everbus_server::auth::{TokenRequest, Tokens};
-use everbus_server::{AppState, Scope, Server, ServerOptions};
+use everbus_server::{AppState, Scope, Server, ServerOptions, Tls};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -76,6 +76,17 @@ impl Api {
         config: Option<&str>,
         set: impl FnOnce(&mut ServerOptions),
     ) -> Self {
+        let api = Self::bound(dir, config, set).await;
+        api.get("/readyz", None).await.ok(200);
+        api
+    }
+
+    /// A server that accepts connections, whether it is ready or not.
+    async fn bound(
+        dir: TempDir,
+        config: Option<&str>,
+        set: impl FnOnce(&mut ServerOptions),
+    ) -> Self {
         let url = format!("sqlite:{}", dir.path().join("test.db").display());
         let config = config.map(|text| Config::parse(text, "everbus.yaml").unwrap());
         let mut builder = Bus::builder();
@@ -95,16 +106,22 @@ impl Api {
             };
             server.run(stopped).await.unwrap();
         });
-        let api = Self {
+        Self {
             bus,
             state,
             address,
             dir,
             stop: Some(stop),
             running: Some(running),
-        };
-        api.get("/readyz", None).await.ok(200);
-        api
+        }
+    }
+
+    /// A server that speaks TLS; requests of this client would not be understood.
+    pub(crate) async fn over_tls(tls: Option<Tls>) -> Self {
+        Self::bound(tempfile::tempdir().unwrap(), None, |options| {
+            options.tls = tls;
+        })
+        .await
     }
 
     /// Stops the server and returns its directory.

@@ -510,3 +510,99 @@ async fn metrics_count_running_tasks_by_health() {
     hold.notify_one();
     api.stop().await;
 }
+
+// conformance: workflow/dashboard-errors: the page of a task shows each attempt that failed, with its number, error and category
+#[tokio::test(flavor = "multi_thread")]
+async fn the_page_of_a_task_shows_its_failed_attempts() {
+    let api = Api::start().await;
+    let retry = everbus::RetryPolicy::default()
+        .max_retries(2)
+        .base_delay(std::time::Duration::from_millis(1));
+    Worker::new(Jobs::new(api.bus.clone()).unwrap())
+        .retry(retry)
+        .any(|task: Task| async move {
+            match (task.name.as_str(), task.attempt) {
+                ("fetch", 1) => Err(TaskError::new(
+                    ErrorCategory::Network,
+                    "no route to the <shelf>",
+                )),
+                ("fetch", 2) => Err(TaskError::new(ErrorCategory::RateLimit, "come back later")),
+                _ => Ok(json!(1)),
+            }
+        })
+        .mount()
+        .await
+        .unwrap();
+    let task = json!({ "name": "fetch", "requestId": "t1" });
+    api.post("/v1/tasks", None, &task).await.ok(200);
+    until("the task", async || {
+        let task = api.get("/v1/tasks/t1", None).await.ok(200);
+        (task["state"] == "completed").then_some(())
+    })
+    .await;
+    let page = api.get("/tasks/t1", None).await;
+    let page = String::from_utf8(page.body).unwrap();
+    let (_, card) = page.split_once("id=\"failed-attempts\"").unwrap();
+    let (card, _) = card.split_once("</section>").unwrap();
+    let newest = card.find("come back later").unwrap();
+    let oldest = card.find("no route to the &lt;shelf&gt;").unwrap();
+    assert!(newest < oldest, "{card}");
+    assert!(
+        card.contains("rate-limit") && card.contains("network"),
+        "{card}"
+    );
+    // A task without failures has no such card to see.
+    let task = json!({ "name": "works", "requestId": "t2", "input": {} });
+    api.post("/v1/tasks", None, &task).await.ok(200);
+    let page = api.get("/tasks/t2", None).await;
+    let page = String::from_utf8(page.body).unwrap();
+    let (_, card) = page.split_once("id=\"failed-attempts\"").unwrap();
+    assert!(card.starts_with(" data-live hidden"), "{card}");
+    api.stop().await;
+}
+
+// conformance: workflow/split-reader: every page and every GET of the API, with tasks and jobs to show, leaves the log as it is
+#[tokio::test(flavor = "multi_thread")]
+async fn reading_over_http_publishes_nothing() {
+    let api = Api::with(None, |options| options.health_check = None).await;
+    worker(&api).await;
+    let posted = api.post("/v1/jobs", None, &diamond("j1", "breaks")).await;
+    posted.ok(200);
+    until_job(&api, "j1", "failed").await;
+    let lag = || async {
+        let groups = api.get("/v1/groups", None).await.ok(200);
+        let items = groups["items"].as_array().unwrap().clone();
+        items
+            .iter()
+            .all(|g| g["behind"] == 0 && g["in_flight"] == 0)
+    };
+    until("the dispatcher to be done", || async {
+        lag().await.then_some(())
+    })
+    .await;
+    let stored = || async {
+        let page = api.get("/v1/events?limit=1000", None).await.ok(200);
+        page["items"].as_array().unwrap().clone()
+    };
+    let before = stored().await;
+    let mut read = 0;
+    for route in api.state.routes() {
+        // A stream that does not end, and an upgrade.
+        if route.method != "GET" || ["/v1/events/stream", "/ws"].contains(&route.path) {
+            continue;
+        }
+        let id = before[0]["id"].as_str().unwrap();
+        let path = match route.path {
+            path if path.contains("jobs") => path.replace("{id}", "j1"),
+            path if path.contains("tasks") => path.replace("{id}", "j1-a"),
+            path if path.contains("events") => path.replace("{id}", id),
+            path => path.replace("{group}", "tasks.dispatcher"),
+        };
+        let got = api.get(&path, None).await;
+        assert!(got.status < 500, "{path}: {}", got.status);
+        read += usize::from(got.status == 200);
+    }
+    assert!(read > 25, "{read}");
+    assert_eq!(stored().await, before);
+    api.stop().await;
+}

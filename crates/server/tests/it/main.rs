@@ -11,12 +11,15 @@
 mod api;
 mod bad_input;
 mod browser;
+mod clients;
 mod consuming;
 mod hardened;
 mod jobs;
 mod listening;
 mod metrics;
 mod publishing;
+mod retention;
 mod security;
 mod served;
+mod tls;
 mod webdriver;

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `consumers.rs` | the consumers, and the deliveries on their way to them |
 //! | `leases.rs` | claims, leased rows, the owner lock |
-//! | `position.rs` | how a group's position moves over the log |
+//! | `advance.rs` | how a group's position moves over the log |
 //! | `claims.rs` | handing out ranges of the log as claims |
 //! | `deliver.rs` | handing out single rows: retries, released events, events without a handler |
 //! | `suspects.rs` | events that were in flight at a crash, one at a time |
@@ -16,12 +16,12 @@
 //! Acks, retries, releases and dead-lettering are in `settle.rs` beside this folder, the role of that name in
 //! every engine.
 
+pub(crate) mod advance;
 pub(crate) mod claims;
 pub(crate) mod consumers;
 pub(crate) mod deliver;
 pub(crate) mod expire;
 pub(crate) mod leases;
-pub(crate) mod position;
 pub(crate) mod recover;
 pub(crate) mod reserve;
 pub(crate) mod restore;
@@ -31,9 +31,9 @@ use std::time::{Duration, Instant};
 
 use everbus_core::Result;
 
+use crate::deliveries::advance::has_unwritten_cursors;
 use crate::deliveries::consumers::Consumers;
 use crate::deliveries::leases::{Leases, Lost};
-use crate::deliveries::position::has_unwritten_cursors;
 use crate::rows::{LeaseParts as _, Seq as _};
 use crate::tx::Tx;
 
@@ -64,6 +64,7 @@ impl Deliveries {
             || self.leases_to_extend(now)
             || self.deliveries_to_take(tx, now)
             || self.reserved_may_begin()
+            || self.recent_to_claim(tx)
             || (tx.groups.stored_at.elapsed() >= CURSOR_DELAY && has_unwritten_cursors(tx))
     }
 
@@ -80,7 +81,7 @@ impl Deliveries {
         self.extend_waiting(tx, now)?;
         self.share_places(tx, now);
         self.take_deliveries(tx, now)?;
-        self.claim_appended(tx)?;
+        self.claim_recent(tx)?;
         // In ordered groups, events that were just appended wait in rows.
         if self.deliveries_to_take(tx, now) {
             self.take_deliveries(tx, now)?;

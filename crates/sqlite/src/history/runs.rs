@@ -9,9 +9,9 @@ use everbus_core::{Error, Result};
 use rusqlite::Connection;
 
 use super::block::Block;
+use crate::disk_space::Space;
 use crate::errors::{from_sqlite, is_fatal};
 use crate::rows::{seq_from, to_sql};
-use crate::space::Space;
 use crate::sql::Sql as _;
 use crate::writer::Writer;
 

@@ -29,7 +29,7 @@ use rusqlite::Connection;
 use crate::errors::from_sqlite;
 
 pub use forget::forget_sent;
-pub(crate) use forget::{DeadGone, count_dead, forget_dead};
+pub(crate) use forget::{count_dead, forget_dead};
 pub use init::OutboxInit;
 pub(crate) use own::own_outbox;
 

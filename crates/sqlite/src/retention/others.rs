@@ -1,114 +1,121 @@
-//! Removing rows with their own age limit: dead letters, payload stages, sent rows of the outbox. Also the
-//! records of duties.
+//! Removing rows with their own age limit: dead letters, payload stages, sent rows of the outbox. And giving space
+//! back.
 //!
-//! A reader selects rows in short snapshots. The writer removes those that have not changed since.
+//! Each step reads a few rows on the writer, and removes them one by one until its time is over.
 
-use std::time::Duration;
-
-use everbus_core::{Result, Timestamp};
+use everbus_core::{Pruned, Result, Timestamp};
 use rusqlite::params;
 
-use super::pace::Slice;
+use super::Slice;
 use crate::errors::from_sqlite;
-use crate::outbox::DeadGone;
 use crate::readers::Reader;
-use crate::rows::{micros, seq_from, to_sql};
+use crate::rows::seq_from;
 use crate::sql::Sql as _;
 use crate::streams::skip_ahead;
 use crate::tx::Tx;
 
-/// Rows selected in one snapshot.
-pub(crate) const CHOOSE: usize = 2000;
-const PAGE: u64 = 4096;
+/// Rows read in one step.
+const STEP: usize = 64;
 /// Rows of the outbox removed between two checks of the time.
 pub(crate) const FEW_ROWS: usize = 16;
 
-/// An old dead letter.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct OldDead {
-    pub(crate) seq: u64,
-    group: i64,
-    pub(crate) died_at: i64,
-    /// It was never retried: its event was never handled.
-    pub(crate) open: bool,
-    pub(crate) weight: u64,
-}
+/// Where the next step goes on: the time of death, position and group of a dead letter.
+pub(crate) type DeadKey = (i64, i64, i64);
 
-/// Dead letters from before a time that are not being retried, ordered by the time of death.
-pub(crate) fn old_dead(
-    reader: &Reader,
+/// Dead letters that are not being retried.
+const AT_REST: &str = "NOT EXISTS (SELECT 1 FROM deliveries w
+                         WHERE w.group_id = d.group_id AND w.seq = d.seq)";
+
+/// Removes some dead letters from before a time that are not being retried. For an open one, the group's skip
+/// is recorded with this reason.
+pub(crate) fn forget_dead(
+    tx: &mut Tx,
     before: i64,
-    after: (i64, u64, i64),
-) -> Result<Vec<OldDead>> {
-    let sql = "SELECT d.seq, d.group_id, d.died_at, d.retried_at IS NULL, length(d.failures)
-               FROM dead_letters d INDEXED BY dead_died
-               WHERE d.died_at < ?1 AND (d.died_at, d.seq, d.group_id) > (?2, ?3, ?4)
-                 AND NOT EXISTS (SELECT 1 FROM deliveries w
-                   WHERE w.group_id = d.group_id AND w.seq = d.seq)
-               ORDER BY d.died_at, d.seq, d.group_id LIMIT ?5";
-    let (died_at, seq, group) = after;
-    let values = params![before, died_at, to_sql(seq), group, CHOOSE as i64];
-    let doing = "looking for old dead letters";
-    reader.conn.read_all(doing, sql, values, |r| {
-        Ok(OldDead {
-            seq: seq_from(r.get(0)?),
-            group: r.get(1)?,
-            died_at: r.get(2)?,
-            open: r.get(3)?,
-            weight: 4 + seq_from(r.get(4)?) / PAGE,
-        })
-    })
-}
-
-impl OldDead {
-    pub(crate) fn key(&self) -> (i64, u64, i64) {
-        (self.died_at, self.seq, self.group)
+    from: DeadKey,
+    reason: &str,
+    slice: &Slice,
+) -> Result<(Pruned, Option<DeadKey>)> {
+    let doing = "removing old dead letters";
+    let sql = format!(
+        "SELECT d.died_at, d.seq, d.group_id, d.retried_at IS NULL, {AT_REST}
+         FROM dead_letters d INDEXED BY dead_died
+         WHERE d.died_at < ?1 AND (d.died_at, d.seq, d.group_id) > (?2, ?3, ?4)
+         ORDER BY d.died_at, d.seq, d.group_id LIMIT {STEP}"
+    );
+    let values = params![before, from.0, from.1, from.2];
+    let old: Vec<(i64, i64, i64, bool, bool)> = tx.conn.all(doing, &sql, values)?;
+    let (mut gone, mut next) = (Pruned::default(), None);
+    for (died_at, seq, group, open, at_rest) in old {
+        next = Some((died_at, seq, group));
+        if at_rest {
+            let sql = "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2";
+            tx.conn.run(doing, sql, (seq, group))?;
+            gone.dead_letters += 1;
+        }
+        if at_rest && open {
+            // The rows of a removed group are removed with the group.
+            if tx.groups.contains_key(&group) {
+                skip_ahead(tx, group, seq_from(seq), reason)?;
+            }
+            tx.watches.touch(seq_from(seq));
+        }
+        if slice.is_over() {
+            break;
+        }
     }
+    Ok((gone, next))
 }
 
-/// An old payload stage.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct OldStage {
-    id: i64,
-    timestamp: i64,
-    pub(crate) seq: u64,
-    pub(crate) weight: u64,
-    /// The event is an open dead letter, so the stage stays as long as the dead letter.
-    pub(crate) spared: bool,
+/// Counts what [`forget_dead`] would remove.
+pub(crate) fn count_dead(reader: &Reader, before: i64) -> Result<u64> {
+    let sql = format!("SELECT count(*) FROM dead_letters d WHERE d.died_at < ?1 AND {AT_REST}");
+    let count = reader.conn.one("counting old dead letters", &sql, [before]);
+    count.map(seq_from)
 }
 
-impl OldStage {
-    pub(crate) fn key(&self) -> (i64, i64) {
-        (self.timestamp, self.id)
-    }
-}
-
-/// Payload stages from before a time. Stages of open dead letters that died at or after `dead_since` are
-/// marked as spared.
-pub(crate) fn old_stages(
-    reader: &Reader,
+/// Removes some payload stages from before a time. Those of open dead letters stay.
+pub(crate) fn forget_stages(
+    tx: &Tx,
     before: i64,
-    dead_since: i64,
-    after: (i64, i64),
-) -> Result<Vec<OldStage>> {
-    let sql = "SELECT p.id, p.timestamp, p.payload_size_compressed,
-                 EXISTS (SELECT 1 FROM dead_letters d
-                   WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2), p.seq
-               FROM event_payloads p INDEXED BY event_payloads_timestamp
-               WHERE p.timestamp < ?1 AND (p.timestamp, p.id) > (?3, ?4)
-               ORDER BY p.timestamp, p.id LIMIT ?5";
-    let (timestamp, id) = after;
-    let values = params![before, dead_since, timestamp, id, CHOOSE as i64];
+    from: (i64, i64),
+    slice: &Slice,
+) -> Result<(Pruned, Option<(i64, i64)>)> {
+    let doing = "removing old payload stages";
+    let sql = format!(
+        "SELECT p.timestamp, p.id, EXISTS (SELECT 1 FROM dead_letters d
+           WHERE d.seq = p.seq AND d.retried_at IS NULL)
+         FROM event_payloads p INDEXED BY event_payloads_timestamp
+         WHERE p.timestamp < ?1 AND (p.timestamp, p.id) > (?2, ?3)
+         ORDER BY p.timestamp, p.id LIMIT {STEP}"
+    );
+    let old: Vec<(i64, i64, bool)> = tx.conn.all(doing, &sql, (before, from.0, from.1))?;
+    let (mut gone, mut next) = (Pruned::default(), None);
+    for (timestamp, id, spared) in old {
+        next = Some((timestamp, id));
+        if !spared {
+            let sql = "DELETE FROM event_payloads WHERE id = ?1";
+            tx.conn.run(doing, sql, [id])?;
+            gone.payloads += 1;
+        }
+        if slice.is_over() {
+            break;
+        }
+    }
+    Ok((gone, next))
+}
+
+/// The events of payload stages from before a time, except those of open dead letters that died at or after
+/// `dead_since`.
+pub(crate) fn old_stages(reader: &Reader, before: i64, dead_since: i64) -> Result<Vec<u64>> {
+    let sql = "SELECT p.seq FROM event_payloads p
+               WHERE p.timestamp < ?1 AND NOT EXISTS (SELECT 1 FROM dead_letters d
+                 WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2)";
     let doing = "looking for old payload stages";
-    reader.conn.read_all(doing, sql, values, |r| {
-        Ok(OldStage {
-            id: r.get(0)?,
-            timestamp: r.get(1)?,
-            weight: 4 + seq_from(r.get(2)?) / PAGE,
-            spared: r.get(3)?,
-            seq: seq_from(r.get(4)?),
+    reader
+        .conn
+        .read_all(doing, sql, (before, dead_since), |row| {
+            Ok(seq_from(row.get(0)?))
         })
-    })
 }
 
 /// Counts rows of the outbox that were sent before a time. It also counts rows with a dead letter from before
@@ -131,185 +138,78 @@ pub(crate) fn count_sent(reader: &Reader, before: Timestamp, dead: Option<i64>) 
     Ok(seq_from(sent + freed))
 }
 
-/// The result of one step.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Done {
-    /// Number of rows handled, from the first on: all, unless the time ran out.
-    pub(crate) seen: usize,
-    pub(crate) removed: u64,
-}
-
-/// The result of one step of giving space back.
-pub(crate) struct Shrunk {
-    /// Pages given back to the file system.
-    pub(crate) given: u64,
-    /// Pages that are still free.
-    pub(crate) left: u64,
-    /// Whether other commands write to the file.
-    pub(crate) in_use: bool,
-}
-
-/// Gives some free pages back to the file system.
-pub(crate) fn shrink(tx: &Tx, in_use: bool, pages: u64, slice: &Slice) -> Result<Shrunk> {
-    let doing = |e| from_sqlite("giving space back", e);
-    let before = pragma(tx, "page_count")?;
-    // The inserted value is the engine's number; a pragma takes no parameters.
-    let mut statement = tx
-        .conn
-        .prepare(&format!("PRAGMA incremental_vacuum({pages})"))
-        .map_err(doing)?;
-    // Each step of the statement frees one page.
-    let mut rows = statement.query([]).map_err(doing)?;
-    while rows.next().map_err(doing)?.is_some() && !slice.is_over() {}
-    drop(rows);
-    drop(statement);
-    Ok(Shrunk {
-        given: before.saturating_sub(pragma(tx, "page_count")?),
-        left: pragma(tx, "freelist_count")?,
-        in_use,
+/// Removes some rows of the outbox that were sent before a time.
+pub(crate) fn forget_sent(
+    tx: &Tx,
+    before: Timestamp,
+    slice: &Slice,
+) -> Result<(Pruned, Option<()>)> {
+    a_few(slice, |gone| {
+        let removed = crate::outbox::forget_sent(&tx.conn, before, FEW_ROWS)?;
+        gone.outbox += removed as u64;
+        Ok(removed as u64)
     })
 }
 
-/// Removes dead letters that have not changed since they were selected. For an open one, the group's skip
-/// is recorded with this reason.
-pub(crate) fn forget_dead(
-    tx: &mut Tx,
-    old: &[OldDead],
-    reason: &str,
-    slice: &Slice,
-) -> Result<Done> {
-    let mut done = Done::default();
-    for dead in old {
-        if done.seen > 0 && slice.is_over() {
-            break;
-        }
-        done.seen += 1;
-        let removed = tx.conn.change(
-            "removing old dead letters",
-            "DELETE FROM dead_letters WHERE seq = ?1 AND group_id = ?2 AND died_at = ?3
-             AND (retried_at IS NULL) = ?4
-             AND NOT EXISTS (SELECT 1 FROM deliveries WHERE group_id = ?2 AND seq = ?1)",
-            (to_sql(dead.seq), dead.group, dead.died_at, dead.open),
-        )?;
-        done.removed += removed as u64;
-        if removed > 0 && dead.open {
-            // The rows of a removed group are removed with the group.
-            if tx.groups.contains_key(&dead.group) {
-                skip_ahead(tx, dead.group, dead.seq, reason)?;
-            }
-            tx.watches.touch(dead.seq);
-        }
-    }
-    Ok(done)
-}
-
-/// Removes payload stages that have not changed since they were selected.
-pub(crate) fn forget_stages(tx: &mut Tx, old: &[OldStage], slice: &Slice) -> Result<Done> {
-    let doing = "removing old payload stages";
-    let sql = "DELETE FROM event_payloads WHERE id = ?1 AND timestamp = ?2
-                 AND NOT EXISTS (SELECT 1 FROM dead_letters d
-                   WHERE d.seq = event_payloads.seq AND d.retried_at IS NULL)";
-    let mut done = Done::default();
-    for stage in old {
-        if done.seen > 0 && slice.is_over() {
-            break;
-        }
-        done.seen += 1;
-        done.removed += tx.conn.change(doing, sql, (stage.id, stage.timestamp))? as u64;
-    }
-    Ok(done)
-}
-
-/// Removes some rows of the outbox that were sent before a time. Returns how many, and whether none is
-/// left.
-pub(crate) fn forget_sent(
-    tx: &mut Tx,
-    before: Timestamp,
-    slice: &Slice,
-) -> Result<(DeadGone, bool)> {
-    let mut gone = DeadGone::default();
-    let all = a_few(slice, |limit| {
-        let removed = crate::outbox::forget_sent(&tx.conn, before, limit)? as u64;
-        gone.rows += removed;
-        Ok(removed)
-    })?;
-    Ok((gone, all))
-}
-
-/// Removes some dead letters of the outbox that died before a time, with their rows. Returns how many,
-/// and whether none is left.
+/// Removes some dead letters of the outbox that died before a time, with their rows.
 pub(crate) fn forget_outbox_dead(
-    tx: &mut Tx,
+    tx: &Tx,
     before: Timestamp,
     slice: &Slice,
-) -> Result<(DeadGone, bool)> {
-    let mut gone = DeadGone::default();
-    let all = a_few(slice, |limit| {
-        let removed = crate::outbox::forget_dead(&tx.conn, before, limit)?;
-        gone.letters += removed.letters;
-        gone.rows += removed.rows;
+) -> Result<(Pruned, Option<()>)> {
+    a_few(slice, |gone| {
+        let removed = crate::outbox::forget_dead(&tx.conn, before, FEW_ROWS)?;
+        gone.dead_letters += removed.letters;
+        gone.outbox += removed.rows;
         Ok(removed.letters)
-    })?;
-    Ok((gone, all))
+    })
+}
+
+/// Removes a few rows at a time until the time is over or none is left.
+fn a_few(
+    slice: &Slice,
+    mut remove: impl FnMut(&mut Pruned) -> Result<u64>,
+) -> Result<(Pruned, Option<()>)> {
+    let mut gone = Pruned::default();
+    loop {
+        if remove(&mut gone)? < FEW_ROWS as u64 {
+            return Ok((gone, None));
+        }
+        if slice.is_over() {
+            return Ok((gone, Some(())));
+        }
+    }
 }
 
 /// Records the time of this removal. The write is synced, and all lazy commits before it become durable
 /// with it.
-pub(crate) fn note_pruned(tx: &mut Tx, now: Timestamp) -> Result<()> {
+pub(crate) fn note_pruned(tx: &Tx, now: Timestamp) -> Result<()> {
     let sql = "INSERT OR REPLACE INTO meta (key, value) VALUES ('pruned', ?1)";
     tx.conn
         .run("noting that things were removed", sql, [now.to_string()])
 }
 
 /// The size of a page, and how many are free.
-pub(crate) fn free_pages(tx: &mut Tx) -> Result<(u64, u64)> {
+pub(crate) fn free(tx: &Tx) -> Result<(u64, u64)> {
     Ok((pragma(tx, "page_size")?, pragma(tx, "freelist_count")?))
+}
+
+/// Gives some free pages back to the file system. Returns how many.
+pub(crate) fn shrink(tx: &Tx, pages: u64, slice: &Slice) -> Result<u64> {
+    let doing = |e| from_sqlite("giving space back", e);
+    let before = pragma(tx, "page_count")?;
+    // The inserted value is the engine's number; a pragma takes no parameters.
+    let vacuum = format!("PRAGMA incremental_vacuum({pages})");
+    let mut statement = tx.conn.prepare(&vacuum).map_err(doing)?;
+    // Each step of the statement frees one page.
+    let mut rows = statement.query([]).map_err(doing)?;
+    while rows.next().map_err(doing)?.is_some() && !slice.is_over() {}
+    drop(rows);
+    Ok(before.saturating_sub(pragma(tx, "page_count")?))
 }
 
 fn pragma(tx: &Tx, name: &str) -> Result<u64> {
     tx.conn
         .one("measuring the file", &format!("PRAGMA {name}"), [])
         .map(seq_from)
-}
-
-/// Takes on a duty unless another owner took it within this time.
-pub(crate) fn take_duty(tx: &mut Tx, duty: &str, owner: &str, every: Duration) -> Result<bool> {
-    let now = tx.clock.now();
-    let last = super::duty_record(&tx.conn, duty)?;
-    if last.is_some_and(|last| last.holds(now, every)) {
-        return Ok(false);
-    }
-    let record = serde_json::json!({"owner": owner, "at": now});
-    let sql = "INSERT OR REPLACE INTO meta (key, value) VALUES (?1, ?2)";
-    let values = (super::duty_key(duty), record.to_string());
-    tx.conn.run("taking on a duty", sql, values)?;
-    Ok(true)
-}
-
-/// Deletes the record of a duty if this owner holds it.
-pub(crate) fn return_duty(tx: &mut Tx, duty: &str, owner: &str) -> Result<()> {
-    let last = super::duty_record(&tx.conn, duty)?;
-    if last.is_some_and(|last| last.owner == owner) {
-        let sql = "DELETE FROM meta WHERE key = ?1";
-        tx.conn
-            .run("giving a duty back", sql, [super::duty_key(duty)])?;
-    }
-    Ok(())
-}
-
-/// Removes a few rows at a time until the time is over. Returns whether none is left.
-fn a_few(slice: &Slice, mut remove: impl FnMut(usize) -> Result<u64>) -> Result<bool> {
-    loop {
-        if remove(FEW_ROWS)? < FEW_ROWS as u64 {
-            return Ok(true);
-        }
-        if slice.is_over() {
-            return Ok(false);
-        }
-    }
-}
-
-/// The stored time before which a row is too old.
-pub(crate) fn cutoff(now: Timestamp, age: Option<Duration>) -> Option<i64> {
-    age.map(|age| micros(now.minus(age)))
 }

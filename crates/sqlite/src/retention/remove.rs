@@ -1,33 +1,20 @@
 //! Removing ranges of events, with all rows that belong to them.
 
-use everbus_core::Result;
+use everbus_core::{Pruned, Result};
 
-use super::needed::Owed;
-use super::pace::Slice;
+use super::Slice;
+use super::needed::{Owed, owed};
 use super::plan::Piece;
 use crate::declare::pass_removed;
 use crate::deliveries::leases::Leases;
 use crate::orphans::note_orphans;
-use crate::retention::needed::owed;
 use crate::rows::to_sql;
 use crate::sql::Sql as _;
 use crate::tx::Tx;
 
-/// The result of one transaction.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Removed {
-    pub(crate) events: u64,
-    /// Events that a group needs by now.
-    pub(crate) kept: u64,
-    /// Number of pieces handled, from the first on: all, unless the time ran out.
-    pub(crate) pieces: usize,
-}
-
 /// The largest range that one transaction looks at, from the first event that it removes on. Scattered events
 /// take several transactions.
 const SPAN: u64 = 2048;
-/// Adjacent pieces are removed together up to this weight; then the time is checked.
-const TOGETHER: u64 = 64;
 /// A transaction removes about this many events before the time counts: what it looks up first costs the same for
 /// one event as for all of its range.
 const LEAST: u64 = 64;
@@ -50,37 +37,36 @@ struct Beside {
     skipped: Vec<i64>,
 }
 
-/// Removes the planned pieces, except events that a group has come to need since.
+/// Removes the planned pieces, except events that a group has come to need since, until the time is over. Returns
+/// what was done, and how many pieces were handled.
 pub(crate) fn remove_pieces(
     tx: &mut Tx,
-    leases: &mut Leases,
+    leases: &Leases,
     pieces: &[Piece],
     slice: &Slice,
-) -> Result<Removed> {
+) -> Result<(Pruned, usize)> {
+    let (mut done, mut seen) = (Pruned::default(), 0);
     let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
-        return Ok(Removed::default());
+        return Ok((done, seen));
     };
     let whole = (first.lo, last.hi);
     let needed = owed(tx, leases)?.needed(&tx.conn, whole, None)?;
     let beside = beside(tx, whole)?;
-    let mut removed = Removed::default();
-    let mut seen = 0;
-    for (piece, joined) in joined(pieces) {
-        if seen >= LEAST && slice.is_over() {
+    for piece in pieces {
+        if done.removed + done.kept >= LEAST && slice.is_over() {
             break;
         }
         let mut gone = 0;
         for (lo, hi) in needed.outside(piece.lo, piece.hi) {
             gone += remove_stretch(tx, lo, hi, &beside, piece.overflow)?;
         }
-        removed.events += gone;
-        seen += piece.events;
+        done.removed += gone;
         if !needed.is_empty() {
-            removed.kept += piece.events.saturating_sub(gone);
+            done.kept += piece.events.saturating_sub(gone);
         }
-        removed.pieces += joined;
+        seen += 1;
     }
-    Ok(removed)
+    Ok((done, seen))
 }
 
 /// Removes one event unless a group needs it.
@@ -137,6 +123,7 @@ fn remove_stretch(tx: &mut Tx, lo: u64, hi: u64, beside: &Beside, overflow: bool
         tx.conn.run(doing, sql, (group, range.0, range.1))?;
     }
     pass_removed(tx, hi)?;
+    tx.log.removed_up_to(hi);
     tx.conn
         .change(doing, "DELETE FROM log WHERE seq BETWEEN ?1 AND ?2", range)
         .map(|removed| removed as u64)
@@ -150,24 +137,3 @@ const BESIDE: [&str; 5] = [
     "outcomes",
     "everbus_failures",
 ];
-
-/// Joins adjacent pieces up to a weight, and returns how many pieces each was made of.
-fn joined(pieces: &[Piece]) -> Vec<(Piece, usize)> {
-    let mut all: Vec<(Piece, usize)> = Vec::new();
-    for piece in pieces {
-        let fits = |(last, _): &&mut (Piece, usize)| {
-            piece.joins && last.weight.saturating_add(piece.weight) <= TOGETHER
-        };
-        match all.last_mut().filter(fits) {
-            Some((last, count)) => {
-                last.hi = piece.hi;
-                last.events += piece.events;
-                last.weight += piece.weight;
-                last.overflow |= piece.overflow;
-                *count += 1;
-            }
-            None => all.push((*piece, 1)),
-        }
-    }
-    all
-}

@@ -1,23 +1,27 @@
 //! Steps of retention are cut when their time is over, whatever their weight.
 
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use everbus_core::{Broker as _, Event, Pruned, Retention};
+use everbus_core::{Broker as _, Event, Result, Retention};
 use rusqlite::Connection;
 
-use super::pace::Slice;
-use super::plan::Piece;
+use super::needed::owed;
+use super::plan::{BYTES, Piece, Plan};
+use super::remove::{near, remove_pieces};
+use super::{Slice, others};
 use crate::Options;
 use crate::broker::SqliteEngine;
 use crate::handle::start;
-use crate::retention::needed::owed;
-use crate::retention::remove::remove_pieces;
+use crate::tx::Tx;
 
 /// A slice that is over at the first check.
 const NONE: Duration = Duration::ZERO;
 /// A slice that is never over.
-const ENDLESS: Duration = Duration::MAX;
+const ENDLESS: Duration = Duration::from_secs(3600);
+
+/// What a step removed, and where the next one begins.
+type Stepped<C> = Result<(everbus_core::Pruned, Option<C>)>;
+type Step<C> = fn(&Tx, C, &Slice) -> Stepped<C>;
 
 struct Lab {
     dir: tempfile::TempDir,
@@ -36,24 +40,12 @@ impl Lab {
         Connection::open(self.dir.path().join("a.db")).unwrap()
     }
 
-    /// Fully attributed events, every tenth of them large.
+    /// Events, every tenth of them large.
     async fn fill(&self, count: usize) {
-        let events = (0..count).map(|n| {
+        for n in 0..count {
             let size = if n % 10 == 0 { 300_000 } else { 200 };
-            Event::builder("order.placed")
-                .payload(format!("\"{}\"", "x".repeat(size)))
-                .tenant(format!("tenant-{}", n % 20))
-                .app("shop")
-                .entity("order", format!("{}", n / 5))
-                .source("test")
-                .key(format!("{}", n / 5))
-                .correlation_id(format!("request-{}", n / 3))
-                .meta("region", "north")
-                .ttl(Duration::from_secs(1_000_000))
-                .build()
-                .unwrap()
-        });
-        for event in events {
+            let event = Event::builder("order.placed").payload(format!("\"{}\"", "x".repeat(size)));
+            let event = event.build().unwrap();
             let answers = self.engine.append(vec![event]).await.unwrap();
             assert!(answers.into_iter().all(|answer| answer.is_ok()));
         }
@@ -86,92 +78,47 @@ impl Lab {
         }
     }
 
-    /// A run with steps of this length, and what was done after each.
-    async fn run(&self, retention: Retention, slice: Duration) -> (Pruned, Vec<Pruned>) {
-        let steps: Arc<Mutex<Vec<Pruned>>> = Arc::default();
-        let watch = {
-            let steps = steps.clone();
-            move |done| steps.lock().unwrap().push(done)
-        };
-        let run = self.engine.prune_timed(retention, Box::new(watch), slice);
-        let done = run.await.unwrap();
-        let steps = steps.lock().unwrap().clone();
-        (done, steps)
+    /// Repeats a step on the outbox or on payload stages, each with a time that is over at once. Returns what each
+    /// removed.
+    async fn steps<C: Copy + Send + 'static>(&self, mut from: C, step: Step<C>) -> Vec<u64> {
+        let mut removed = Vec::new();
+        loop {
+            let job =
+                move |writer: &mut crate::writer::Writer| step(&writer.tx, from, &Slice::of(NONE));
+            let (gone, next) = self.engine.handle.job(job).await.unwrap();
+            removed.push(gone.payloads + gone.outbox);
+            match next {
+                Some(next) => from = next,
+                None => return removed,
+            }
+        }
     }
-}
-
-/// The most of something that one step did.
-fn most(steps: &[Pruned], what: fn(&Pruned) -> u64) -> u64 {
-    let mut before = 0;
-    let each = steps.iter().map(|step| {
-        let now = what(step);
-        now - std::mem::replace(&mut before, now)
-    });
-    each.max().unwrap_or(0)
 }
 
 // conformance: memory/retention-slice: a step ends with what it is at when its time is over, and the next one goes on; nothing is left out
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_step_ends_when_its_time_is_over() {
     let lab = Lab::new();
-    lab.fill(300).await;
+    lab.fill(20).await;
     for seq in [3, 4, 11] {
         lab.add_stages(seq, 20);
     }
     lab.add_sent(100);
-    // Stages and rows of the outbox on their own, and then everything else.
-    let by_age = Retention {
-        payloads: Some(Duration::from_secs(60)),
-        outbox: Some(Duration::from_secs(60)),
-        ..Retention::default()
-    };
-    let everything = Retention {
-        max_len: Some(0),
-        ..Retention::default()
-    };
-    let (done, steps) = lab.run(by_age, NONE).await;
-    assert_eq!((done.payloads, done.outbox), (60, 100), "all of it went");
-    assert_eq!(most(&steps, |done| done.payloads), 1);
-    assert_eq!(
-        most(&steps, |done| done.outbox),
-        super::others::FEW_ROWS as u64
-    );
-    assert!(done.longest_step > Duration::ZERO, "{done:?}");
-    assert!(done.longest_hold >= done.longest_step);
-    let (done, steps) = lab.run(everything, NONE).await;
-    assert_eq!((done.removed, done.kept), (300, 0), "all of it went");
-    // Neighbours are removed together, and a step goes on until it was worth its look-ups.
-    assert!(most(&steps, |done| done.removed) <= 128, "not all at once");
-    assert!(
-        most(&steps, |done| done.freed_bytes) <= 2 * 4096,
-        "page by page"
-    );
-    let left: i64 = lab
-        .conn()
-        .query_row(
-            "SELECT (SELECT count(*) FROM log) + (SELECT count(*) FROM event_payloads)
-             + (SELECT count(*) FROM expirations) + (SELECT count(*) FROM event_outbox)",
-            [],
-            |r| r.get(0),
-        )
-        .unwrap();
-    assert_eq!(left, 0);
-    // With time enough, a step is as large as planned.
-    lab.fill(1).await;
-    let seq = lab
-        .engine
-        .handle
-        .query(|r| crate::log::head(r))
-        .await
-        .unwrap();
-    lab.add_stages(seq, 60);
-    let by_age = Retention {
-        payloads: Some(Duration::from_secs(60)),
-        ..Retention::default()
-    };
-    let (done, steps) = lab.run(by_age, ENDLESS).await;
-    assert_eq!(done.payloads, 60);
-    assert!(most(&steps, |done| done.payloads) > 1);
+    let stages = lab.steps((i64::MIN, i64::MIN), |tx, from, slice| {
+        others::forget_stages(tx, i64::MAX, from, slice)
+    });
+    let stages = stages.await;
+    assert!(stages.iter().all(|removed| *removed <= 1), "{stages:?}");
+    assert_eq!(stages.iter().sum::<u64>(), 60, "all of it went");
+    let now = lab.engine.handle.clock.now();
+    let sent = lab.steps(now, |tx, now, slice| {
+        let (gone, next) = others::forget_sent(tx, now, slice)?;
+        Ok((gone, next.map(|()| now)))
+    });
+    let sent = sent.await;
+    let few = others::FEW_ROWS as u64;
+    assert!(sent.iter().all(|removed| *removed <= few), "{sent:?}");
+    assert_eq!(sent.iter().sum::<u64>(), 100, "all of it went");
     lab.engine.handle.queue.close(true);
 }
 
@@ -182,35 +129,32 @@ async fn stretches_of_events_are_cut() {
     let events = (0..1024).map(|_| Event::builder("a").build().unwrap());
     let answers = lab.engine.append(events.collect()).await.unwrap();
     assert!(answers.into_iter().all(|answer| answer.is_ok()));
-    let pieces: Vec<Piece> = (0..32)
-        .map(|n| Piece {
-            lo: n * 32 + 1,
-            hi: n * 32 + 32,
-            events: 32,
-            weight: 32,
-            overflow: false,
-            joins: n > 0,
-        })
-        .collect();
+    let pieces: Vec<Piece> = (0..32).map(|n| piece(n * 32 + 1, n * 32 + 32)).collect();
     let remove = |pieces: Vec<Piece>, slice: Duration| {
         let handle = lab.engine.handle.clone();
         async move {
             let job = handle.patient_job(move |writer| {
-                remove_pieces(
-                    &mut writer.tx,
-                    &mut writer.deliveries.leases,
-                    &pieces,
-                    &Slice::begin(slice),
-                )
+                let slice = Slice::of(slice);
+                remove_pieces(&mut writer.tx, &writer.deliveries.leases, &pieces, &slice)
             });
             job.await.unwrap()
         }
     };
-    let cut = remove(pieces.clone(), NONE).await;
-    assert_eq!((cut.pieces, cut.events, cut.kept), (2, 64, 0));
-    let rest = remove(pieces[cut.pieces..].to_vec(), ENDLESS).await;
-    assert_eq!((rest.pieces, rest.events, rest.kept), (30, 960, 0));
+    let (cut, seen) = remove(pieces.clone(), NONE).await;
+    assert_eq!((seen, cut.removed, cut.kept), (2, 64, 0));
+    let (rest, seen) = remove(pieces[seen..].to_vec(), ENDLESS).await;
+    assert_eq!((seen, rest.removed, rest.kept), (30, 960, 0));
     lab.engine.handle.queue.close(true);
+}
+
+fn piece(lo: u64, hi: u64) -> Piece {
+    Piece {
+        lo,
+        hi,
+        events: hi - lo + 1,
+        bytes: 0,
+        overflow: false,
+    }
 }
 
 // conformance: memory/retention-small-steps: whatever an event weighs, with its stages, it makes no piece larger than itself
@@ -223,45 +167,25 @@ async fn what_is_heavy_is_planned_apart() {
         max_len: Some(0),
         ..Retention::default()
     };
-    let owed = lab
-        .engine
-        .handle
-        .job(|writer| owed(&writer.tx, &writer.deliveries.leases))
-        .await
-        .unwrap();
-    let now = lab.engine.handle.clock.now();
-    let pieces = lab
-        .engine
-        .handle
-        .query(move |reader| {
-            let mut plan = super::plan::Plan::begin(reader, &everything, now)?;
-            plan.limit_length(40);
-            Ok(plan.look(reader, &owed)?.pieces)
-        })
-        .await
-        .unwrap();
+    let handle = &lab.engine.handle;
+    let owed = handle.job(|writer| owed(&writer.tx, &writer.deliveries.leases));
+    let (owed, now) = (owed.await.unwrap(), handle.clock.now());
+    let pieces = handle.query(move |reader| {
+        let mut plan = Plan::begin(reader, &everything, now, None)?;
+        Ok(plan.look(reader, &owed)?.pieces)
+    });
+    let pieces = pieces.await.unwrap();
     assert_eq!(pieces.iter().map(|piece| piece.events).sum::<u64>(), 40);
     let heavy: Vec<(u64, u64)> = pieces
         .iter()
-        .filter(|piece| piece.weight > super::plan::QUANTUM)
+        .filter(|piece| piece.bytes > BYTES)
         .map(|piece| (piece.lo, piece.hi))
         .collect();
-    assert_eq!(
-        heavy,
-        [(1, 1), (5, 5), (11, 11), (21, 21), (31, 31)],
-        "{pieces:?}"
-    );
+    let alone = [(1, 1), (5, 5), (11, 11), (21, 21), (31, 31)];
+    assert_eq!(heavy, alone, "{pieces:?}");
     // Scattered pieces do not make a step look at the whole log.
-    let far = |lo| Piece {
-        lo,
-        hi: lo,
-        events: 1,
-        weight: 1,
-        overflow: false,
-        joins: false,
-    };
-    let scattered = [far(1), far(2000), far(9000), far(1_000_000)];
-    assert_eq!(super::remove::near(&scattered), &scattered[..2]);
-    assert_eq!(super::remove::near(&scattered[2..]), &scattered[2..3]);
+    let scattered = [1, 2000, 9000, 1_000_000].map(|seq| piece(seq, seq));
+    assert_eq!(near(&scattered), &scattered[..2]);
+    assert_eq!(near(&scattered[2..]), &scattered[2..3]);
     lab.engine.handle.queue.close(true);
 }

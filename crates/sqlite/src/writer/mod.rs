@@ -24,6 +24,7 @@
 //! A job of another module (retention, the audit trail, dead letters, …) gets the writer and passes the parts
 //! on that it needs, usually only the transaction.
 
+mod disk_full;
 mod ending;
 mod patience;
 mod transaction;
@@ -38,9 +39,10 @@ use tokio::sync::watch;
 
 use crate::answers::{Answers, Published};
 use crate::deliveries::Deliveries;
+use crate::deliveries::advance::flush_cursors;
 use crate::deliveries::consumers::Consumers;
 use crate::deliveries::leases::Leases;
-use crate::deliveries::position::flush_cursors;
+use crate::disk_space::Space;
 use crate::effect::Effects;
 use crate::errors::is_fatal;
 use crate::feeder::Feeder;
@@ -50,7 +52,6 @@ use crate::log_head::LogHead;
 use crate::presence::Presence;
 use crate::queue::{Command, Queue, Taken};
 use crate::readers::Readers;
-use crate::space::Space;
 use crate::sql::Sql as _;
 use crate::tx::Tx;
 pub(crate) use patience::Patience;
@@ -344,23 +345,6 @@ impl Writer {
                     std::thread::sleep(POLL);
                 }
                 self.undo_changes()
-            }
-        }
-    }
-
-    fn refuse_if_full(&mut self, appends: Vec<Command>) -> Vec<Command> {
-        if appends.is_empty() {
-            return appends;
-        }
-        match self.space.check() {
-            Ok(()) => {
-                self.patience.save_room(&self.tx.conn, false);
-                appends
-            }
-            Err(error) => {
-                appends.into_iter().for_each(|c| c.fail(error.clone()));
-                self.patience.save_room(&self.tx.conn, true);
-                Vec::new()
             }
         }
     }

@@ -10,11 +10,11 @@ use super::{MAX_EVENTS, Writer, data_version};
 use crate::answers::Published;
 use crate::append::{Appender, ROWS};
 use crate::declare::{declare, remove_group, retract};
+use crate::disk_space::full;
 use crate::effect::{defers_constraints, failed_at_commit};
 use crate::errors::{from_sqlite, is_busy, is_fatal};
 use crate::failpoint;
 use crate::queue::{Answer, Command};
-use crate::space::full;
 
 /// The comment makes these statements unique. An effect that runs `COMMIT` by mistake must not find this one
 /// in the cache of prepared statements, because the guard does not check cached statements.
@@ -400,7 +400,8 @@ impl Writer {
             .map_err(|e| from_sqlite("committing", e))?;
         failpoint::hit("after-commit");
         self.presence.check()?;
-        self.tx.log.appended.clear();
+        let passed = self.deliveries.passed_by_all(&self.tx);
+        self.tx.log.committed(passed);
         self.deliveries.keep_changes();
         Ok(())
     }

@@ -20,6 +20,7 @@ mod effects;
 mod ephemeral;
 mod faults;
 mod files;
+mod follow_ups;
 mod golden;
 mod gone;
 mod history;

@@ -73,9 +73,7 @@ pub fn unreferenced(file: &Path, referenced: &HashSet<String>) -> Result<Vec<Str
             }
             let name = path.strip_prefix(&root).unwrap_or(&path);
             let name = name.to_string_lossy().into_owned();
-            // The file that names the log that owns the directory. One that was not finished (`#1`) stays.
-            let mark = name == "everbus-log.json" || name.starts_with("everbus-log.json#");
-            if !mark && !referenced.contains(&name) {
+            if !referenced.contains(&name) {
                 left.push(name);
             }
         }

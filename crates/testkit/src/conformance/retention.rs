@@ -5,8 +5,8 @@ use std::collections::HashSet;
 use std::time::Duration;
 
 use everbus_core::{
-    AuditEntry, Cursor, Event, EventState, GroupName, Maintenance, Position, Pruned,
-    RETENTION_DUTY, Retention, Settlement, StreamAge, Verdict, letter_kept_for,
+    AuditEntry, Cursor, Event, EventState, GroupName, Maintenance, Position, Pruned, Retention,
+    Settlement, StreamAge, Verdict, letter_kept_for,
 };
 
 use super::lapsing::skipped;
@@ -345,37 +345,6 @@ async fn check_policy<H: Harness>(
     let after: Vec<Position> = read().await.iter().map(|r| r.position).collect();
     assert_eq!(after, expected);
     assert!(maintenance.check().await.unwrap().is_ok());
-}
-
-/// Of several processes that ask at once, one gets the duty, and the others wait for the next time.
-pub async fn a_duty_is_taken_once<H: Harness>(harness: H) -> Outcome {
-    let stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
-    let maintenance = stage.engine().maintenance().unwrap();
-    let take = |owner: &str| maintenance.take_duty(RETENTION_DUTY.into(), owner.into(), DAY);
-    let (a, b) = tokio::join!(take("a"), take("b"));
-    let (a, b) = (a.unwrap(), b.unwrap());
-    assert!(a != b, "one of them: {a} {b}");
-    let owner = if a { "a" } else { "b" };
-    let last = maintenance.holdings().await.unwrap().last_run.unwrap();
-    assert_eq!((last.owner.as_str(), last.at), (owner, stage.now()));
-    stage.advance(DAY - SECOND).await;
-    assert!(!take("c").await.unwrap());
-    // Another duty can be taken separately.
-    assert!(
-        maintenance
-            .take_duty("other".into(), "c".into(), DAY)
-            .await
-            .unwrap()
-    );
-    stage.advance(SECOND).await;
-    assert!(take("c").await.unwrap());
-    // Only its owner can return it.
-    let give = |owner: &str| maintenance.return_duty(RETENTION_DUTY.into(), owner.into());
-    give("a").await.unwrap();
-    assert!(!take("d").await.unwrap());
-    give("c").await.unwrap();
-    assert!(take("d").await.unwrap());
-    stage.passed()
 }
 
 /// Counts what there is, by type and kind.

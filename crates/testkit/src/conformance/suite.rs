@@ -238,8 +238,6 @@ macro_rules! conformance_tests {
         }
 
         $crate::scenario_tests! { $harness;
-            // conformance: memory/retention-lease: of several processes one takes on the daily run
-            retention::a_duty_is_taken_once;
             // conformance: memory/retention-clock-doubt: a clock that leaps by more than three days is in doubt until it has gone evenly for a day
             clock::a_clock_that_leaps_is_doubted;
             // conformance: memory/retention-clock-back: a clock that is put right is believed at once

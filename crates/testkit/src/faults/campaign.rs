@@ -276,7 +276,10 @@ impl Campaign<'_> {
             url: url.to_owned(),
             ..self.place.clone()
         };
-        let engine = (self.subject.open)(place).await.unwrap();
+        // A cluster may still elect a leader.
+        let engine = super::worker::open(*self.subject, &place);
+        let engine = tokio::time::timeout(self.stuck, engine).await;
+        let engine = engine.expect("the server answers").unwrap();
         let bus = Bus::builder().with_engine(engine).unwrap();
         let (mut least, mut progress) = (usize::MAX, Instant::now());
         loop {

@@ -49,7 +49,7 @@ pub(super) fn run(subject: Subject) {
 }
 
 /// Opens the engine as soon as the server can be reached.
-async fn open(subject: Subject, place: &Place) -> Result<Engine, Error> {
+pub(super) async fn open(subject: Subject, place: &Place) -> Result<Engine, Error> {
     loop {
         match (subject.open)(place.clone()).await {
             Err(error) if error.class().may_repeat() => {

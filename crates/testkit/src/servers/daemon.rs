@@ -135,6 +135,46 @@ impl Daemon {
     }
 }
 
+/// What every server can do with its process, which it has in the field `running`.
+macro_rules! controls {
+    ($server:ident) => {
+        impl $server {
+            /// Kills the server and all its processes (SIGKILL), and waits until they are gone.
+            pub fn kill(&self) {
+                let daemon = self.lock().take();
+                daemon.into_iter().for_each(Daemon::kill);
+            }
+
+            /// Stops it where it is (SIGSTOP): connections stay, nothing is answered.
+            pub fn pause(&self) {
+                self.lock().iter().for_each(Daemon::pause);
+            }
+
+            /// Lets it go on.
+            pub fn resume(&self) {
+                self.lock().iter().for_each(Daemon::resume);
+            }
+
+            /// The end of its log.
+            pub fn log(&self) -> String {
+                self.lock().as_ref().map_or_else(String::new, Daemon::said)
+            }
+
+            fn lock(&self) -> std::sync::MutexGuard<'_, Option<Daemon>> {
+                let running = self.running.lock();
+                running.unwrap_or_else(std::sync::PoisonError::into_inner)
+            }
+        }
+
+        impl Drop for $server {
+            fn drop(&mut self) {
+                self.kill();
+            }
+        }
+    };
+}
+pub(super) use controls;
+
 impl Drop for Daemon {
     fn drop(&mut self) {
         self.end();

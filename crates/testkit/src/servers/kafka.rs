@@ -6,10 +6,10 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
+use std::sync::{Mutex, Once, OnceLock};
 use std::time::Duration;
 
-use super::daemon::Daemon;
+use super::daemon::{Daemon, controls};
 use super::{cache, directory, free_port, program, require};
 
 const NAME: &str = "Apache Kafka";
@@ -240,12 +240,6 @@ impl Kafka {
         self.node.advertised
     }
 
-    /// Kills the server (SIGKILL) and waits until it is gone.
-    pub fn kill(&self) {
-        let daemon = self.lock().take();
-        daemon.into_iter().for_each(Daemon::kill);
-    }
-
     /// Kills the server if it runs, starts it again with the same data on the same ports, and waits until it
     /// answers.
     pub fn restart(&self) {
@@ -258,32 +252,9 @@ impl Kafka {
         }
         panic!("Kafka does not start again: {}", self.log());
     }
-
-    /// Stops it where it is (SIGSTOP): connections stay, nothing is answered.
-    pub fn pause(&self) {
-        self.lock().iter().for_each(Daemon::pause);
-    }
-
-    /// Lets it go on.
-    pub fn resume(&self) {
-        self.lock().iter().for_each(Daemon::resume);
-    }
-
-    /// The end of its log.
-    pub fn log(&self) -> String {
-        self.lock().as_ref().map_or_else(String::new, Daemon::said)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Daemon>> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-impl Drop for Kafka {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
+controls!(Kafka);
 
 /// Three Kafka servers that form a cluster; dropping it kills them. Topics have three copies, two of which must
 /// have a record before it is acknowledged.

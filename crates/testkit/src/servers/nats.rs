@@ -6,12 +6,12 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
 use serde_json::Value;
 
-use super::daemon::Daemon;
+use super::daemon::{Daemon, controls};
 use super::{cache, directory, free_port, program, require};
 
 const NAME: &str = "nats-server";
@@ -276,12 +276,6 @@ impl Nats {
         Some((ok, body.to_owned()))
     }
 
-    /// Kills the server (SIGKILL) and waits until it is gone.
-    pub fn kill(&self) {
-        let daemon = self.lock().take();
-        daemon.into_iter().for_each(Daemon::kill);
-    }
-
     /// Kills the server if it runs, starts it again with the same data on the same ports, and waits until it is
     /// healthy.
     pub fn restart(&self) {
@@ -293,32 +287,9 @@ impl Nats {
         }
         panic!("nats-server does not start again: {}", self.log());
     }
-
-    /// Stops it where it is (SIGSTOP): connections stay, nothing is answered.
-    pub fn pause(&self) {
-        self.lock().iter().for_each(Daemon::pause);
-    }
-
-    /// Lets it go on.
-    pub fn resume(&self) {
-        self.lock().iter().for_each(Daemon::resume);
-    }
-
-    /// The end of its log.
-    pub fn log(&self) -> String {
-        self.lock().as_ref().map_or_else(String::new, Daemon::said)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Daemon>> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-impl Drop for Nats {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
+controls!(Nats);
 
 /// The server's program, or `None` (said aloud) if it cannot be had.
 pub(super) fn server() -> Option<PathBuf> {

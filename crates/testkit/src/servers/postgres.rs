@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
-use super::daemon::Daemon;
+use super::daemon::{Daemon, controls};
 use super::{Certificates, directory, free_port, is_root, program, require};
 
 const NAME: &str = "postgresql";
@@ -230,12 +230,6 @@ impl Postgres {
         Err(String::from_utf8_lossy(&ran.stderr).into_owned())
     }
 
-    /// Kills the server and all its processes (SIGKILL), and waits until they are gone.
-    pub fn kill(&self) {
-        let daemon = self.lock().take();
-        daemon.into_iter().for_each(Daemon::kill);
-    }
-
     /// Kills the server if it runs, and starts it again with the same data on the same port.
     pub fn restart(&self) {
         self.kill();
@@ -278,32 +272,9 @@ impl Postgres {
         self.restart_as_replica();
         next
     }
-
-    /// Stops all its processes where they are (SIGSTOP): connections stay, nothing is answered.
-    pub fn pause(&self) {
-        self.lock().iter().for_each(Daemon::pause);
-    }
-
-    /// Lets them go on.
-    pub fn resume(&self) {
-        self.lock().iter().for_each(Daemon::resume);
-    }
-
-    /// The end of its log.
-    pub fn log(&self) -> String {
-        self.lock().as_ref().map_or_else(String::new, Daemon::said)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Daemon>> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-impl Drop for Postgres {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
+controls!(Postgres);
 
 /// The folder with the programs of the newest version.
 fn programs() -> Result<PathBuf, String> {

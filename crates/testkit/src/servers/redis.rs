@@ -5,10 +5,10 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 use std::time::Duration;
 
-use super::daemon::Daemon;
+use super::daemon::{Daemon, controls};
 use super::{cache, directory, free_port, program, require};
 
 /// Databases of the shared server: each test has one of its own.
@@ -265,12 +265,6 @@ impl Redis {
         self.port
     }
 
-    /// Kills the server (SIGKILL) and waits until it is gone.
-    pub fn kill(&self) {
-        let daemon = self.lock().take();
-        daemon.into_iter().for_each(Daemon::kill);
-    }
-
     /// Kills the server if it runs, starts it again with the same data on the same port, and waits until it
     /// answers.
     pub fn restart(&self) {
@@ -282,29 +276,6 @@ impl Redis {
         }
         panic!("redis-server does not start again: {}", self.log());
     }
-
-    /// Stops it where it is (SIGSTOP): connections stay, nothing is answered.
-    pub fn pause(&self) {
-        self.lock().iter().for_each(Daemon::pause);
-    }
-
-    /// Lets it go on.
-    pub fn resume(&self) {
-        self.lock().iter().for_each(Daemon::resume);
-    }
-
-    /// The end of its log.
-    pub fn log(&self) -> String {
-        self.lock().as_ref().map_or_else(String::new, Daemon::said)
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<Daemon>> {
-        self.running.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-impl Drop for Redis {
-    fn drop(&mut self) {
-        self.kill();
-    }
-}
+controls!(Redis);

@@ -22,6 +22,7 @@ const FAILS: u64 = 100;
 /// The state after some events.
 #[derive(Serialize)]
 pub(crate) struct Sample {
+    scenario: &'static str,
     events: u64,
     events_per_s: f64,
     /// Bytes with indexes, of each hot table.
@@ -72,6 +73,7 @@ pub(crate) async fn measure(plan: &Plan, events: usize) -> Outcome<Vec<Sample>> 
         }
         let [claims, deliveries, groups] = sizes;
         let sample = Sample {
+            scenario: "bloat",
             events: round * part as u64,
             events_per_s: (part as f64 / took.as_secs_f64()).round(),
             claims,
@@ -85,6 +87,10 @@ pub(crate) async fn measure(plan: &Plan, events: usize) -> Outcome<Vec<Sample>> 
         samples.push(sample);
     }
     bus.shutdown().await?;
+    let (handled, published) = (handled.load(Ordering::Relaxed), 10 * part as u64);
+    if handled < published {
+        return Err(format!("{handled} events were handled instead of {published}").into());
+    }
     Ok(samples)
 }
 

@@ -1,8 +1,7 @@
 //! Kafka: Everbus beside the client library on a topic of its own.
 //!
-//! The raw loop awaits every acknowledgement of a publish, with the same producer settings and headers. It polls
-//! batches in a thread and waits for the commit of each before it takes the next one's, as Everbus does: an event is
-//! handled when its commit is stored.
+//! The raw loop awaits every acknowledgement of a publish, with the same producer settings and headers. It polls in one
+//! thread and commits in another, as Everbus does: each commit waits for the server, and has what came meanwhile.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,8 +21,6 @@ use crate::{BATCH, Outcome, PUBLISHERS, Plan, Round, ours};
 
 /// As many as a topic of Everbus has.
 const PARTITIONS: i32 = 3;
-/// As many unfinished events as Everbus takes of all partitions.
-const FETCH: usize = 1000;
 
 fn server() -> Outcome<&'static Kafka> {
     static SERVER: std::sync::OnceLock<Option<Kafka>> = std::sync::OnceLock::new();
@@ -59,6 +56,7 @@ pub(crate) async fn raw(plan: &Plan, payload: usize) -> Outcome<Round> {
 }
 
 /// The clients on one topic.
+#[derive(Clone)]
 struct Raw {
     config: ClientConfig,
     producer: FutureProducer,
@@ -113,13 +111,19 @@ impl Raw {
     /// A batch is this many publishes in flight.
     async fn publish(&self, events: usize, payload: usize) -> Outcome<Duration> {
         let began = Instant::now();
-        let tasks = (0..PUBLISHERS).map(|_| async {
-            for _ in 0..events / PUBLISHERS / BATCH {
-                try_join_all((0..BATCH).map(|_| self.send(payload))).await?;
-            }
-            Outcome::Ok(())
-        });
-        try_join_all(tasks).await?;
+        let mut tasks = JoinSet::new();
+        for _ in 0..PUBLISHERS {
+            let raw = self.clone();
+            tasks.spawn(async move {
+                for _ in 0..events / PUBLISHERS / BATCH {
+                    try_join_all((0..BATCH).map(|_| raw.send(payload))).await?;
+                }
+                Outcome::Ok(())
+            });
+        }
+        while let Some(done) = tasks.join_next().await {
+            done??;
+        }
         Ok(began.elapsed())
     }
 
@@ -137,31 +141,34 @@ impl Raw {
         let topic = self.topic.clone();
         let work = tokio::task::spawn_blocking(move || {
             let began = Instant::now();
-            let consumer: BaseConsumer = config.create()?;
+            let consumer: Arc<BaseConsumer> = Arc::new(config.create()?);
             consumer.subscribe(&[&topic])?;
-            let mut taken = 0;
-            while taken < events {
-                let mut ends = [-1; PARTITIONS as usize];
-                let mut batch = 0;
-                let mut wait = Duration::from_millis(50);
-                while batch < FETCH {
-                    let Some(message) = consumer.poll(wait) else {
-                        break;
-                    };
-                    wait = Duration::ZERO;
-                    let message = message?;
-                    if message.payload().is_none_or(<[u8]>::is_empty) {
-                        return Err("a payload is gone".into());
+            let (taken, to_commit) = std::sync::mpsc::channel::<(i32, i64)>();
+            let committer = consumer.clone();
+            let committing = std::thread::spawn(move || {
+                while let Ok(first) = to_commit.recv() {
+                    let mut ends = [-1; PARTITIONS as usize];
+                    for (partition, end) in std::iter::once(first).chain(to_commit.try_iter()) {
+                        ends[usize::try_from(partition)?] = end;
                     }
-                    ends[usize::try_from(message.partition())?] = message.offset() + 1;
-                    batch += 1;
+                    commit(&committer, &topic, &ends)?;
                 }
-                if batch > 0 {
-                    commit(&consumer, &topic, &ends)?;
+                Outcome::Ok(())
+            });
+            for _ in 0..events {
+                let message = loop {
+                    if let Some(message) = consumer.poll(Duration::from_millis(50)) {
+                        break message?;
+                    }
+                };
+                if message.payload().is_none_or(<[u8]>::is_empty) {
+                    return Err("a payload is gone".into());
                 }
-                taken += batch;
+                taken.send((message.partition(), message.offset() + 1))?;
             }
-            Outcome::Ok((began.elapsed(), Arc::new(consumer)))
+            drop(taken);
+            committing.join().map_err(|_| "the committer panicked")??;
+            Outcome::Ok((began.elapsed(), consumer))
         });
         work.await?
     }

@@ -2,7 +2,8 @@
 //! machine, with the same durability, the same batches and the same number of tasks.
 //!
 //! Raw and Everbus take turns for several rounds, each on an empty database or account of a private server, and
-//! the median counts. A rate counts only if everything was stored and handled.
+//! the median counts. The one that begins changes from round to round, since the server cleans up after the other
+//! meanwhile. A rate counts only if everything was stored and handled.
 
 mod bloat;
 mod faststream;
@@ -24,8 +25,8 @@ type Outcome<T> = Result<T, Failed>;
 const PUBLISHERS: usize = 8;
 /// Events in one publish of the throughput scenarios.
 const BATCH: usize = 100;
-/// Events that a raw consumer takes at a time.
-const FETCH: usize = 500;
+/// Events that a raw consumer takes at a time: as many as Everbus.
+const FETCH: usize = 256;
 
 const USAGE: &str = "\
 usage: everbus-bench-engines [-o json] [--quick] [--events N] [ENGINE…]
@@ -177,26 +178,17 @@ async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
                     "{engine}, {payload} bytes, round {round} of {}",
                     plan.rounds
                 ));
-                let (theirs, own) = match *engine {
-                    "postgres" => (
-                        postgres::raw(plan, payload).await?,
-                        postgres::ours(plan, payload).await?,
-                    ),
-                    "nats" => (
-                        nats::raw(plan, payload).await?,
-                        nats::ours(plan, payload).await?,
-                    ),
-                    "redis" => (
-                        redis::raw(plan, payload).await?,
-                        redis::ours(plan, payload).await?,
-                    ),
-                    _ => (
-                        kafka::raw(plan, payload).await?,
-                        kafka::ours(plan, payload).await?,
-                    ),
+                let turns = match round % 2 {
+                    1 => [Side::Raw, Side::Ours],
+                    _ => [Side::Ours, Side::Raw],
                 };
-                raw.push(theirs);
-                ours.push(own);
+                for side in turns {
+                    let measured = run_round(plan, engine, payload, side).await?;
+                    match side {
+                        Side::Raw => raw.push(measured),
+                        Side::Ours => ours.push(measured),
+                    }
+                }
             }
             let measured = compare(engine, payload, plan.events, &raw, &ours);
             if !plan.json {
@@ -206,6 +198,25 @@ async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
         }
     }
     Ok(lines)
+}
+
+#[derive(Clone, Copy)]
+enum Side {
+    Raw,
+    Ours,
+}
+
+async fn run_round(plan: &Plan, engine: &str, payload: usize, side: Side) -> Outcome<Round> {
+    match (engine, side) {
+        ("postgres", Side::Raw) => postgres::raw(plan, payload).await,
+        ("postgres", Side::Ours) => postgres::ours(plan, payload).await,
+        ("nats", Side::Raw) => nats::raw(plan, payload).await,
+        ("nats", Side::Ours) => nats::ours(plan, payload).await,
+        ("redis", Side::Raw) => redis::raw(plan, payload).await,
+        ("redis", Side::Ours) => redis::ours(plan, payload).await,
+        (_, Side::Raw) => kafka::raw(plan, payload).await,
+        (_, Side::Ours) => kafka::ours(plan, payload).await,
+    }
 }
 
 fn compare(

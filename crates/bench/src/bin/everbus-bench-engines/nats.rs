@@ -1,7 +1,7 @@
 //! NATS JetStream: Everbus beside the client library on a stream of its own.
 //!
-//! The raw loop awaits every acknowledgement of a publish, takes messages with a pull consumer, and waits until
-//! the server has confirmed each ack, as Everbus does.
+//! The raw loop stores batches as a whole, as Everbus does, takes messages with a pull consumer, and waits until the
+//! server has confirmed each ack, while it takes the next messages.
 
 use std::time::{Duration, Instant};
 
@@ -11,6 +11,7 @@ use async_nats::{ConnectOptions, HeaderMap};
 use everbus_testkit::servers::{Nats, NatsOptions};
 use futures_util::StreamExt as _;
 use futures_util::future::try_join_all;
+use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
@@ -65,13 +66,23 @@ async fn connect(url: &str) -> Outcome<Context> {
 }
 
 async fn create(context: &Context) -> Outcome<PullConsumer> {
-    let stream = context
-        .create_stream(jetstream::stream::Config {
-            name: "RAW".to_owned(),
-            subjects: vec!["bench.>".to_owned()],
-            ..Default::default()
-        })
+    // As Everbus makes one. The configuration of the client library has no atomic batches without a feature.
+    let config = serde_json::json!({
+        "name": "RAW",
+        "subjects": ["bench.>"],
+        "storage": "file",
+        "allow_direct": true,
+        "allow_atomic": true,
+    });
+    let created = context
+        .client()
+        .request("$JS.API.STREAM.CREATE.RAW", config.to_string().into())
         .await?;
+    let created: serde_json::Value = serde_json::from_slice(&created.payload)?;
+    if !created["error"].is_null() {
+        return Err(format!("the stream was refused: {created}").into());
+    }
+    let stream = context.get_stream("RAW").await?;
     let consumer = pull::Config {
         durable_name: Some("bench".to_owned()),
         ack_policy: AckPolicy::Explicit,
@@ -81,18 +92,41 @@ async fn create(context: &Context) -> Outcome<PullConsumer> {
     Ok(stream.create_consumer(consumer).await?)
 }
 
-async fn send(context: &Context, payload: usize) -> Outcome<()> {
+fn headers() -> HeaderMap {
     let mut headers = HeaderMap::new();
     headers.insert("Nats-Msg-Id", Uuid::now_v7().to_string().as_str());
+    headers
+}
+
+async fn send(context: &Context, payload: usize) -> Outcome<()> {
     let body = vec![b'x'; payload].into();
     context
-        .publish_with_headers(SUBJECT, headers, body)
+        .publish_with_headers(SUBJECT, headers(), body)
         .await?
         .await?;
     Ok(())
 }
 
-/// A batch is this many publishes in flight.
+/// Stores events as a whole: the server answers to the last of them.
+async fn send_batch(context: &Context, payload: usize) -> Outcome<()> {
+    let batch = Uuid::now_v7().to_string();
+    for number in 1..=BATCH {
+        let mut headers = headers();
+        headers.insert("Nats-Batch-Id", batch.as_str());
+        headers.insert("Nats-Batch-Sequence", number.to_string());
+        let body = vec![b'x'; payload].into();
+        if number < BATCH {
+            let client = context.client();
+            client.publish_with_headers(SUBJECT, headers, body).await?;
+            continue;
+        }
+        headers.insert("Nats-Batch-Commit", "1");
+        let sent = context.publish_with_headers(SUBJECT, headers, body).await?;
+        sent.await?;
+    }
+    Ok(())
+}
+
 async fn publish(context: &Context, events: usize, payload: usize) -> Outcome<Duration> {
     let began = Instant::now();
     let mut tasks = JoinSet::new();
@@ -100,7 +134,7 @@ async fn publish(context: &Context, events: usize, payload: usize) -> Outcome<Du
         let context = context.clone();
         tasks.spawn(async move {
             for _ in 0..events / PUBLISHERS / BATCH {
-                try_join_all((0..BATCH).map(|_| send(&context, payload))).await?;
+                send_batch(&context, payload).await?;
             }
             Outcome::Ok(())
         });
@@ -113,6 +147,13 @@ async fn publish(context: &Context, events: usize, payload: usize) -> Outcome<Du
 
 async fn consume(consumer: &PullConsumer, events: usize) -> Outcome<Duration> {
     let began = Instant::now();
+    let (taken, mut to_ack) = mpsc::channel::<Vec<jetstream::Message>>(4);
+    let acking = tokio::spawn(async move {
+        while let Some(messages) = to_ack.recv().await {
+            try_join_all(messages.iter().map(jetstream::Message::double_ack)).await?;
+        }
+        Outcome::Ok(())
+    });
     let mut done = 0;
     while done < events {
         let mut batch = consumer
@@ -126,8 +167,10 @@ async fn consume(consumer: &PullConsumer, events: usize) -> Outcome<Duration> {
             messages.push(message?);
         }
         done += messages.len();
-        try_join_all(messages.iter().map(jetstream::Message::double_ack)).await?;
+        taken.send(messages).await?;
     }
+    drop(taken);
+    acking.await??;
     Ok(began.elapsed())
 }
 
@@ -138,18 +181,24 @@ async fn latencies(
     payload: usize,
 ) -> Outcome<Vec<Duration>> {
     let mut messages = consumer.messages().await?;
+    let (arrived, mut arrivals) = mpsc::unbounded_channel::<Instant>();
+    let mut reader = JoinSet::new();
+    reader.spawn(async move {
+        while let Some(message) = messages.next().await {
+            let message = message?;
+            arrived.send(Instant::now())?;
+            message.double_ack().await?;
+        }
+        Outcome::Ok(())
+    });
     let mut took = Vec::with_capacity(samples);
     for sample in 0..samples + samples / 10 {
         let began = Instant::now();
         send(context, payload).await?;
-        let message = messages
-            .next()
-            .await
-            .ok_or("the stream of messages ended")??;
+        let arrival = arrivals.recv().await.ok_or("the reader is gone")?;
         if sample >= samples / 10 {
-            took.push(began.elapsed());
+            took.push(arrival.saturating_duration_since(began));
         }
-        message.ack().await?;
     }
     Ok(took)
 }

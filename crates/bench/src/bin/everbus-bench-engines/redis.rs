@@ -243,11 +243,17 @@ impl Raw {
             .get_multiplexed_async_connection_with_config(&config)
             .await?;
         let registry = self.registry().await?;
-        let mut took = Vec::with_capacity(samples);
-        let mut last = "$".to_owned();
-        let (woken, mut wakes) = tokio::sync::mpsc::unbounded_channel::<()>();
-        let reader = tokio::spawn(async move {
-            loop {
+        // The first read must not miss an event that comes before it.
+        let mut tail = self.connection.clone();
+        let mut newest = ::redis::cmd("XREVRANGE");
+        newest.arg(STREAM).arg("+").arg("-").arg("COUNT").arg(1);
+        let newest: Vec<Entry> = newest.query_async(&mut tail).await?;
+        let mut last = newest.into_iter().next().ok_or("an empty stream")?.0;
+        let (arrived, mut arrivals) = tokio::sync::mpsc::unbounded_channel::<Instant>();
+        let raw = self.clone();
+        let mut reader = JoinSet::new();
+        reader.spawn(async move {
+            for claims in 0.. {
                 let mut read = ::redis::cmd("XREAD");
                 read.arg("BLOCK")
                     .arg(0)
@@ -259,29 +265,29 @@ impl Raw {
                 if let Some((id, _)) = entries.last() {
                     last = id;
                 }
-                if woken.send(()).is_err() {
-                    return Outcome::Ok(());
+                let tag = format!("raw.2.{claims}");
+                let claimed = raw.claim(&registry, &tag).await?.unwrap_or_default();
+                if claimed.len() != 1 {
+                    let count = claimed.len();
+                    return Err(format!("{count} events were claimed instead of 1").into());
                 }
+                arrived.send(Instant::now())?;
+                raw.settle(claimed).await?;
             }
+            Outcome::Ok(())
         });
-        // The first blocking read must stand before the first event.
-        tokio::time::sleep(Duration::from_millis(200)).await;
+        let mut took = Vec::with_capacity(samples);
         for sample in 0..samples + samples / 10 {
             let began = Instant::now();
             self.append(1, payload).await?;
-            wakes.recv().await.ok_or("the reader is gone")?;
-            let tag = format!("raw.2.{sample}");
-            let claimed = self.claim(&registry, &tag).await?.unwrap_or_default();
-            let arrived = began.elapsed();
-            if claimed.len() != 1 {
-                return Err(format!("{} events were claimed instead of 1", claimed.len()).into());
-            }
+            let Some(arrival) = arrivals.recv().await else {
+                let ended = reader.join_next().await.ok_or("the reader is gone")?;
+                return Err(ended?.err().unwrap_or_else(|| "the reader ended".into()));
+            };
             if sample >= samples / 10 {
-                took.push(arrived);
+                took.push(arrival.saturating_duration_since(began));
             }
-            self.settle(claimed).await?;
         }
-        reader.abort();
         Ok(took)
     }
 }

@@ -151,8 +151,8 @@ async fn with_a_server() {
         .remove(0);
     let overflow = found.event.overflow().unwrap();
     assert_eq!(overflow.bucket, "shop");
-    let key = format!("a/prefix/events/..%2Freq%201/{}-payload.json", event.id());
-    assert_eq!(overflow.key, key);
+    let key = format!("a/prefix/events/..%2Freq%201/{}-", event.id());
+    assert!(overflow.key.starts_with(&key), "{}", overflow.key);
     assert_eq!(bus.whole(&found).await.unwrap().event, event);
     travels(&directory, overflow).await;
     let everything = Retention {

@@ -7,6 +7,8 @@ use std::process::{Child, ExitStatus};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use super::orphans::Watched;
+
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
@@ -75,6 +77,8 @@ pub(super) struct Process {
     child: Child,
     pid: Pid,
     reaped: bool,
+    /// `None` once it was reaped.
+    watched: Option<Watched>,
     /// `None` while it is opened.
     #[cfg(target_os = "linux")]
     ended: Option<tokio::io::unix::AsyncFd<rustix::fd::OwnedFd>>,
@@ -95,6 +99,7 @@ impl Process {
             child,
             pid,
             reaped: false,
+            watched: Some(Watched::new(pid)),
             #[cfg(target_os = "linux")]
             ended: None,
         };
@@ -152,6 +157,7 @@ impl Process {
     pub(super) fn reap(&mut self) -> io::Result<Exit> {
         // Before the process is reaped: afterwards its id may belong to another group.
         self.signal(Signal::KILL);
+        self.watched = None;
         self.reaped = true;
         self.child.wait().map(Exit::from)
     }

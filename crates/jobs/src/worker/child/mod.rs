@@ -12,6 +12,7 @@
 mod collect;
 mod descriptor;
 mod exit;
+mod orphans;
 pub(crate) mod report;
 mod status;
 mod supervise;
@@ -212,7 +213,10 @@ impl ChildCommand {
                 command.env(name, value);
             }
         }
-        command.envs(&self.set).envs(variables);
+        command
+            .envs(&self.set)
+            .envs(variables)
+            .env(orphans::MARK, orphans::mark());
         if let Some(directory) = &self.directory {
             command.current_dir(directory);
         }

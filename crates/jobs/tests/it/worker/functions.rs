@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use everbus::RetryPolicy;
-use everbus_jobs::events::{ErrorCategory, Usage};
+use everbus_jobs::events::{ErrorCategory, TaskState, Usage};
 use everbus_jobs::worker::child::ChildLimits;
 use everbus_jobs::{Task, TaskError, Worker};
 use serde_json::{Value, json};
@@ -72,6 +72,57 @@ async fn the_category_of_a_function_decides_like_that_of_a_child() {
         (&json!("network"), &json!("dlq"))
     );
     assert_eq!(tries.load(Ordering::SeqCst), 2);
+    stage.bus.shutdown().await.unwrap();
+}
+
+/// Start and end of a function that waits for nothing are published in one step; nothing of its story is left out.
+#[tokio::test]
+async fn functions_that_end_at_once_and_functions_that_wait_have_the_same_events() {
+    let stage = Stage::new().await;
+    let (gate, open) = tokio::sync::watch::channel(false);
+    let worker = worker(&stage)
+        .handler("at-once", async |task: Task| match task.attempt {
+            1 => Err(TaskError::new(ErrorCategory::Network, "not yet")),
+            _ => Ok(json!({ "attempt": task.attempt })),
+        })
+        .handler("waits", move |task: Task| {
+            let mut open = open.clone();
+            async move {
+                let _ = open.wait_for(|open| *open).await;
+                match task.attempt {
+                    1 => Err(TaskError::new(ErrorCategory::Network, "not yet")),
+                    _ => Ok(json!({ "attempt": task.attempt })),
+                }
+            }
+        })
+        .handler("panics", async |task: Task| match task.attempt {
+            1 => panic!("at the first attempt"),
+            _ => Ok::<_, TaskError>(()),
+        });
+    stage.start(worker).await;
+    let story = [
+        "Task Pending",
+        "Task Processing Started",
+        "Task Processing Failed",
+        "Task Processing Started",
+        "Task Completed",
+    ];
+    assert_eq!(types(&stage.run("at-once", "{}").await), story);
+    let waiting = stage.submit("waits", "{}").await;
+    // It is seen to run while it runs.
+    stage
+        .until("it is processed", async || {
+            stage.state(&waiting).await == TaskState::Processing
+        })
+        .await;
+    gate.send_replace(true);
+    assert_eq!(types(&stage.ended(&waiting).await), story);
+    // The bus records a panic, with no event of its own.
+    let [pending, started, _, again, completed] = story;
+    assert_eq!(
+        types(&stage.run("panics", "{}").await),
+        [pending, started, again, completed]
+    );
     stage.bus.shutdown().await.unwrap();
 }
 

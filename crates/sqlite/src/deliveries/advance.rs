@@ -1,9 +1,9 @@
 //! How the position of a group moves.
 //!
 //! A group's cursor moves in one place, [`hand_out`](Deliveries::hand_out): over a stretch of the log, whose
-//! events are handed out in the same transaction, as claims or as rows. The stretch is what this transaction
-//! appended, if the group had caught up, or what the feeder read for a group that is behind. A cursor that
-//! moved only over events that the group does not want is stored later.
+//! events are handed out in the same transaction, as claims or as rows. The stretch is in memory if the group
+//! is at most a little behind the newest event; for a group that is further behind the feeder reads it. A
+//! cursor that moved only over events that the group does not want is stored later.
 
 use std::time::{Duration, Instant};
 
@@ -23,19 +23,17 @@ use crate::tx::Tx;
 const FEED_PAUSE: Duration = Duration::from_secs(1);
 
 impl Deliveries {
-    /// Hands out the events that this transaction appended, to groups that had caught up before it.
-    pub(crate) fn claim_appended(&mut self, tx: &mut Tx) -> Result<()> {
-        if tx.log.appended.is_empty() || self.leases.isolating.is_some() {
+    /// Hands out the events that are in memory, to groups that have come that far.
+    pub(crate) fn claim_recent(&mut self, tx: &mut Tx) -> Result<()> {
+        if self.leases.isolating.is_some() {
             return Ok(());
         }
-        let first = tx.log.appended[0].1.seq();
-        let groups: Vec<i64> = tx
-            .groups
-            .iter()
-            .filter(|(_, group)| group.cursor + 1 == first)
-            .map(|(id, _)| *id)
+        let groups = tx.groups.iter();
+        let groups: Vec<(i64, u64)> = groups
+            .filter(|(_, group)| tx.log.holds_after(group.cursor))
+            .map(|(id, group)| (*id, group.cursor))
             .collect();
-        for group_id in groups {
+        for (group_id, cursor) in groups {
             // Among competing consumers, the consumer with the fewest open deliveries comes first.
             let session = self
                 .consumers
@@ -47,16 +45,16 @@ impl Deliveries {
             let Some((session, room, room_in_bytes)) = session else {
                 continue;
             };
-            let passed_by = passed_by(tx, group_id)?;
+            let dropped = dropped_after(tx, group_id, cursor)?;
             let Some(group) = tx.groups.get_mut(&group_id) else {
                 continue;
             };
-            let mut wanted = Vec::with_capacity(tx.log.appended.len().min(room));
-            let (mut searched, mut bytes) = (first - 1, 0);
-            for (type_id, record) in &tx.log.appended {
+            let mut wanted = Vec::new();
+            let (mut searched, mut bytes) = (cursor, 0);
+            for (type_id, record) in tx.log.after(cursor) {
                 let wants = record.event.is_for(&group.name)
                     && group.wants(*type_id, record.event.event_type());
-                if wants && !passed_by.contains(&record.seq()) {
+                if wants && !dropped.contains(&record.seq()) {
                     if wanted.len() == room || bytes > room_in_bytes {
                         break;
                     }
@@ -68,6 +66,23 @@ impl Deliveries {
             self.hand_out(tx, session, searched, wanted)?;
         }
         Ok(())
+    }
+
+    /// Whether a consumer with room can get events that are in memory.
+    pub(super) fn recent_to_claim(&self, tx: &Tx) -> bool {
+        let mut sessions = self.consumers.sessions.values();
+        self.leases.isolating.is_none()
+            && sessions.any(|session| {
+                let group = tx.groups.get(&session.group);
+                group.is_some_and(|group| tx.log.holds_after(group.cursor)) && session.room() > 0
+            })
+    }
+
+    /// How far every group with a consumer in this process has come; `None` if there is no consumer.
+    pub(crate) fn passed_by_all(&self, tx: &Tx) -> Option<u64> {
+        let sessions = self.consumers.sessions.values();
+        let groups = sessions.filter_map(|session| tx.groups.get(&session.group));
+        groups.map(|group| group.cursor).min()
     }
 
     /// Moves the session's group to `searched` and hands out the wanted events up to there.
@@ -116,7 +131,7 @@ impl Deliveries {
         self.claim_range(tx, session_id, group_id, (lo, hi), handled, lease)
     }
 
-    /// Asks the feeder to read for sessions that have room and are behind.
+    /// Asks the feeder to read for sessions that have room and whose next event is not in memory.
     pub(crate) fn feed(&mut self, tx: &Tx, feeder: &Feeder) {
         if self.leases.isolating.is_some() {
             return;
@@ -127,7 +142,8 @@ impl Deliveries {
                 continue;
             };
             let pausing = session.feed_after.is_some_and(|at| Instant::now() < at);
-            if session.feeding || pausing || session.room() == 0 || group.cursor >= head {
+            let in_memory = group.cursor >= head || tx.log.holds_after(group.cursor);
+            if session.feeding || pausing || session.room() == 0 || in_memory {
                 continue;
             }
             session.feed_after = None;
@@ -200,18 +216,18 @@ impl Deliveries {
     }
 }
 
-/// Events appended in this transaction that the group must skip. Usually there are none.
-fn passed_by(tx: &Tx, group_id: i64) -> Result<Vec<u64>> {
-    let mut passed_by = Vec::new();
+/// Events in memory that were dropped for the group, so that it skips them. Usually there are none.
+fn dropped_after(tx: &Tx, group_id: i64, cursor: u64) -> Result<Vec<u64>> {
+    let mut dropped = Vec::new();
     let group = tx.groups.get(&group_id);
     if group.is_some_and(|group| group.dropped_to > group.cursor) {
-        for (_, record) in &tx.log.appended {
+        for (_, record) in tx.log.after(cursor) {
             if was_dropped(tx, group_id, record.seq())? {
-                passed_by.push(record.seq());
+                dropped.push(record.seq());
             }
         }
     }
-    Ok(passed_by)
+    Ok(dropped)
 }
 
 /// Stores the cursors that have moved.
