@@ -87,13 +87,14 @@ async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Opt
             }
         }
     };
+    let result = done.as_ref().map(drop).map_err(ToString::to_string);
+    turn.finish(result, clock).await?;
+    // After the turn: a run on record has ended.
     if done.is_ok() {
         let (owner, at) = (owner.to_owned(), clock.now());
         let last = LastRun { owner, at };
         last.note(&shared.engine, RETENTION_DUTY).await?;
     }
-    let result = done.as_ref().map(drop).map_err(ToString::to_string);
-    turn.finish(result, clock).await?;
     done.map(Some)
 }
 

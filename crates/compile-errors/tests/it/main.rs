@@ -1,7 +1,7 @@
 //! What the compiler says about a wrong `#[event(…)]`, about publishing what is no event, about a
 //! function that is no handler and about its parts under `#[debug_handler]`, word for word.
 //!
-//! After a deliberate change, `TRYBUILD=overwrite cargo test -p everbus-macros` writes the snapshots
+//! After a deliberate change, `TRYBUILD=overwrite cargo test -p everbus-compile-errors` writes the snapshots
 //! anew; read them before keeping them.
 
 // conformance: handlers/handler-compile-errors: a function that is no handler is a compile error that says why and what to do.
