@@ -109,7 +109,7 @@ pub(crate) async fn group_commit(path: PathBuf, tasks: u64, events: u64) -> Resu
     Ok(took)
 }
 
-/// A payload, and who waits for its commit.
+/// A payload, and the channel that is told of its commit.
 pub(crate) type Queued = (bytes::Bytes, oneshot::Sender<()>);
 
 type Writer = std::thread::JoinHandle<rusqlite::Result<()>>;

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_somebody_has_open_is_in_use() {
+    fn a_file_that_a_process_has_open_is_in_use() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a.db");
         let other = Connection::open(&path).unwrap();

@@ -22,7 +22,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// At the end the last spans have this long.
 const FLUSH: Duration = Duration::from_secs(5);
 
-/// Sends spans until it is dropped; then those that are left.
+/// Sends spans. When it is dropped it sends the spans that are left.
 pub(crate) struct Telemetry {
     provider: SdkTracerProvider,
 }

@@ -158,6 +158,18 @@ impl Pruned {
     }
 }
 
+impl std::ops::AddAssign for Pruned {
+    fn add_assign(&mut self, more: Self) {
+        self.removed += more.removed;
+        self.kept += more.kept;
+        self.payloads += more.payloads;
+        self.dead_letters += more.dead_letters;
+        self.audit += more.audit;
+        self.outbox += more.outbox;
+        self.freed_bytes += more.freed_bytes;
+    }
+}
+
 /// The stored data that retention may remove some day.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Holdings {

@@ -96,7 +96,7 @@ impl Duty {
         Ok(self.read().await?.map(|(state, _)| state))
     }
 
-    /// Takes a turn for a time. Turns only move forward: one that is not later than the last one is
+    /// Takes a turn for a time. Turns only move forward: a turn that is not later than the last turn is
     /// [`Taken::Done`].
     pub async fn take(&self, turn: Timestamp, hold: Duration, clock: &dyn Clock) -> Result<Taken> {
         for _ in 0..TRIES {

@@ -51,7 +51,7 @@ pub async fn put(engine: &Engine, name: &str, hold: &Hold, expected: u64) -> Res
         .map(drop)
 }
 
-/// The retention with all holds of the store: it keeps more than the one that is given, never less.
+/// The retention with all holds of the store applied. It keeps at least as much as the given retention.
 pub async fn applied(engine: &Engine, retention: Retention, now: Timestamp) -> Result<Retention> {
     let bucket = match bucket(engine) {
         Ok(bucket) => bucket,

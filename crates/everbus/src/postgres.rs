@@ -8,12 +8,12 @@ mod outbox;
 
 use std::sync::Arc;
 
-use everbus_core::{BoxFuture, Code, Effect, Error, Event};
+use everbus_core::{BoxFuture, Code, Effect, Error};
 use everbus_postgres::tokio_postgres::Transaction;
 use everbus_postgres::{ENGINE, Slot};
 
-use crate::handler::outcome::{IntoOutcome, Outcome, Returns};
-use crate::handler::{BoxError, HandlerError, HandlerOutcome};
+use crate::handler::HandlerOutcome;
+use crate::handler::outcome::{self, IntoOutcome, Outcome, Returns};
 
 pub use outbox::Outbox;
 
@@ -74,21 +74,10 @@ where
         };
         let effect = effect.clone();
         slot.set(Box::new(move |tx| {
-            Box::pin(async move {
-                let outcome = effect(tx).await.into_outcome();
-                outcome.map_err(BoxError::from).and_then(events_only)
-            })
+            Box::pin(async move { outcome::events_only(effect(tx).await) })
         }));
         Ok(Vec::new())
     }))
-}
-
-fn events_only(outcome: Outcome) -> Result<Vec<Event>, BoxError> {
-    if outcome.effects.is_empty() {
-        return Ok(outcome.events);
-    }
-    let what = "a transaction inside a transaction: return events or nothing";
-    Err(HandlerError::permanent(what).into())
 }
 
 fn foreign() -> Error {

@@ -6,11 +6,11 @@
 
 use std::ops::Deref;
 
-use everbus_core::{Code, Effect, Error, Event};
+use everbus_core::{Code, Effect, Error};
 use rusqlite::Connection;
 
-use crate::handler::outcome::{IntoOutcome, Outcome, Returns};
-use crate::handler::{BoxError, HandlerError, HandlerOutcome};
+use crate::handler::HandlerOutcome;
+use crate::handler::outcome::{self, IntoOutcome, Outcome, Returns};
 
 /// The name of the engine.
 pub(crate) const ENGINE: &str = "sqlite";
@@ -89,17 +89,8 @@ where
         let Some(connection) = transaction.downcast_ref::<Connection>() else {
             return Err(foreign().into());
         };
-        let outcome = effect(&Transaction(connection)).into_outcome();
-        outcome.map_err(BoxError::from).and_then(events_only)
+        outcome::events_only(effect(&Transaction(connection)))
     }))
-}
-
-fn events_only(outcome: Outcome) -> Result<Vec<Event>, BoxError> {
-    if outcome.effects.is_empty() {
-        return Ok(outcome.events);
-    }
-    let what = "a transaction inside a transaction: return events or nothing";
-    Err(HandlerError::permanent(what).into())
 }
 
 fn foreign() -> Error {

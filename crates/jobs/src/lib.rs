@@ -15,7 +15,7 @@
 //! - [`Index`]: tasks by state and by job. It is built from events, and can be deleted at any time.
 //! - [`Dispatcher`]: starts each task of a job when its parents have completed.
 //! - [`Worker`]: takes tasks from the bus and runs them in child processes, or with functions.
-//! - [`health`], [`alerts`], [`schedule`]: which tasks are stuck, who is told, and work at given times.
+//! - [`health`], [`alerts`], [`schedule`]: finding stuck tasks, sending alerts, and starting work at given times.
 //!
 //! Event ids that must not be repeated are derived from tenant, job, task, run number and type ([`ids`]). So two
 //! dispatchers, a restarted one, or a producer that repeats its request publish the same event, and the log keeps one.

@@ -63,7 +63,7 @@ impl Start<'_> {
             .event_of_run(&work, job, self.run)
             .id(id(Work::TYPE));
         if job.is_none() {
-            // Without a job the key is that of the task, as for its other events.
+            // Without a job the key is the task id, as for its other events.
             work = work.key(format!("TASK#{}", self.task));
         }
         if let Some(at) = self.at {

@@ -1,12 +1,15 @@
 //! The events of a group that this process has: fetched, handed out, waiting. It does no I/O.
 //!
 //! Each partition that is assigned to this process has a *slot*: a number that no other assignment has, also
-//! not a later one of the same partition. So what belongs to an assignment that ended is found no more.
+//! not a later one of the same partition. So rows of an assignment that ended cannot be found.
 //!
-//! Here: partitions, arrivals, consumers and time. `hand_out`, `settle` and `commit` have what their names say.
+//! Here: the board and its lists, and what time changes in them. `partitions` has assignments and arrivals,
+//! `seats` the consumers; `hand_out`, `settle` and `commit` have what their names say.
 
 mod commit;
 mod hand_out;
+mod partitions;
+mod seats;
 mod settle;
 #[cfg(test)]
 mod tests;
@@ -15,14 +18,12 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use everbus_core::{
-    ConsumeOptions, Event, Failure, FailureKind, Pattern, Progress, Recorded, Shard, Timestamp,
-    Window,
-};
+use everbus_core::{Failure, FailureKind, Progress, Recorded, Shard, Timestamp};
 
-use crate::offset_metadata::{Entry, Last, Saved};
+use crate::offset_metadata::{Entry, Last};
 use crate::topics::Topic;
-use crate::wire::Read;
+pub(crate) use partitions::Arrived;
+use seats::Seat;
 
 /// An event: the slot of its partition, and its place there.
 pub(crate) type RowId = (u32, u64);
@@ -134,7 +135,7 @@ fn bit(attempt: u32) -> u32 {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// With its place among those that are ready.
+    /// With its key in the list of ready events.
     Ready(bool, u64),
     /// Behind an earlier event of its key, or set aside.
     Blocked,
@@ -145,38 +146,6 @@ enum State {
         seat: u64,
         until: Option<Instant>,
     },
-}
-
-/// A consumer.
-pub(crate) struct Seat {
-    handled: Arc<[Pattern]>,
-    prefetch: usize,
-    paused: bool,
-    lease: Duration,
-    no_handler_after: Duration,
-    window: Window,
-    held: usize,
-}
-
-impl Seat {
-    pub(crate) fn new(options: ConsumeOptions) -> Self {
-        Self {
-            paused: options.prefetch == 0,
-            handled: options.handled.into(),
-            prefetch: options.prefetch,
-            lease: options.lease,
-            no_handler_after: options.no_handler_after,
-            window: Window::new(options.concurrency),
-            held: 0,
-        }
-    }
-
-    /// Whether it has a handler for an event. A record that cannot be read needs none: it is dead-lettered.
-    fn takes(&self, row: &Row) -> bool {
-        let event_type = row.record.event.event_type();
-        let handles = |pattern: &Pattern| pattern.matches(event_type);
-        row.foreign.is_some() || self.handled.iter().any(handles)
-    }
 }
 
 /// A delivery that a lease is for.
@@ -218,16 +187,6 @@ pub(crate) enum Load {
     Full,
 }
 
-/// What [`Board::arrive`] did with a record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Arrived {
-    Expected,
-    /// The server has removed this many places before it.
-    Gap(u64),
-    /// The topic was created again: places begin anew.
-    Anew,
-}
-
 /// How the events of a partition stand.
 #[derive(Default)]
 pub(crate) struct Counts {
@@ -265,85 +224,6 @@ impl Board {
             held_alone: 0,
             doubts: HashMap::new(),
             closed: BTreeMap::new(),
-        }
-    }
-
-    // Partitions.
-
-    /// A partition was assigned. `saved` is what the group committed last, `None` if nothing: then it begins
-    /// at `start`.
-    pub(crate) fn open_part(
-        &mut self,
-        topic: Arc<Topic>,
-        partition: i32,
-        start: u64,
-        saved: Option<Saved>,
-    ) {
-        let shard = topic.shard(partition);
-        self.close_shard(shard);
-        let mut saved = saved.unwrap_or_else(|| Saved::new(start));
-        saved.born = self.born;
-        let slot = self.next_slot;
-        self.next_slot += 1;
-        let part = Part {
-            shard,
-            topic,
-            partition,
-            position: saved.progress.floor(),
-            begun: saved.begun,
-            progress: saved.progress,
-            rows: BTreeMap::new(),
-            bytes: 0,
-            open: 0,
-            inherited: saved.entries,
-            dead: saved.dead,
-            born: saved.born,
-            version: 0,
-            committed: 0,
-            lazy: false,
-            refused_until: None,
-        };
-        self.parts.insert(slot, part);
-    }
-
-    pub(crate) fn slot(&self, shard: Shard) -> Option<u32> {
-        let found = self.parts.iter().find(|(_, part)| part.shard == shard);
-        found.map(|(slot, _)| *slot)
-    }
-
-    /// A partition is not this process's any more. Returns what to commit last: attempts under way are over.
-    pub(crate) fn close_shard(&mut self, shard: Shard) -> Option<Snapshot> {
-        let slot = self.slot(shard)?;
-        let part = self.parts.get_mut(&slot)?;
-        let mut changed = part.version > part.committed || part.lazy;
-        for row in part.rows.values_mut() {
-            if let State::Held { until, .. } = row.state {
-                changed = true;
-                if until.is_none() {
-                    // It was never handed out.
-                    row.attempts -= 1;
-                    row.last = before(row.attempts);
-                } else {
-                    row.lose();
-                }
-            }
-        }
-        let places: Vec<u64> = part.rows.keys().copied().collect();
-        let snapshot = changed.then(|| part.snapshot(slot));
-        let committed = part.committed;
-        for place in places {
-            self.forget((slot, place));
-        }
-        self.parts.remove(&slot);
-        self.set_closed(slot, committed);
-        snapshot
-    }
-
-    /// How far a partition was committed that has gone.
-    pub(crate) fn set_closed(&mut self, slot: u32, version: u64) {
-        self.closed.insert(slot, version);
-        while self.closed.len() > MOST_CLOSED {
-            self.closed.pop_first();
         }
     }
 
@@ -387,110 +267,6 @@ impl Board {
                     seat.held -= 1;
                 }
             }
-        }
-    }
-
-    // Arrivals.
-
-    /// A record was fetched. `wanted`: a subscription of the group matches it.
-    pub(crate) fn arrive(
-        &mut self,
-        slot: u32,
-        read: Read,
-        wanted: bool,
-        now: (Instant, Timestamp),
-    ) -> Arrived {
-        let place = read.record.position.place();
-        let Some(part) = self.parts.get_mut(&slot) else {
-            return Arrived::Expected;
-        };
-        let mut arrived = Arrived::Expected;
-        if place <= part.position {
-            // Offsets only rise: the topic was removed and created again.
-            let places: Vec<u64> = part.rows.keys().copied().collect();
-            for place in places {
-                self.forget((slot, place));
-            }
-            let Some(part) = self.parts.get_mut(&slot) else {
-                return Arrived::Expected;
-            };
-            part.progress = Progress::new(place - 1);
-            (part.position, part.begun, part.open) = (place - 1, 0, 0);
-            part.inherited.clear();
-            part.touch();
-            arrived = Arrived::Anew;
-        }
-        let Some(part) = self.parts.get_mut(&slot) else {
-            return arrived;
-        };
-        if place > part.position + 1 {
-            let gap = place - part.position - 1;
-            part.progress.complete_range(part.position + 1, place - 1);
-            part.lazy = true;
-            arrived = Arrived::Gap(gap);
-        }
-        part.position = place;
-        let entry = part.entry(place);
-        part.inherited.remove(&place);
-        if part.progress.is_done(place) {
-            return arrived;
-        }
-        let owed = entry.is_some_and(|entry| entry.attempts > 0);
-        if !wanted && !owed {
-            part.progress.complete(place);
-            part.lazy = true;
-            return arrived;
-        }
-        self.insert(slot, read, entry, now);
-        arrived
-    }
-
-    fn insert(&mut self, slot: u32, read: Read, entry: Option<Entry>, now: (Instant, Timestamp)) {
-        let Read {
-            record, foreign, ..
-        } = read;
-        let place = record.position.place();
-        let key = match self.ordered {
-            true => record.event.ordering_key().map(|key| Arc::from(&*key)),
-            false => None,
-        };
-        let mut row = Row {
-            record: Arc::new(record),
-            attempts: 0,
-            failures: Vec::new(),
-            last: Last::None,
-            state: State::Blocked,
-            key,
-            foreign,
-            suspect: false,
-            alone: false,
-            lost: 0,
-        };
-        let mut due = None;
-        if let Some(entry) = entry {
-            row.attempts = entry.attempts;
-            row.last = entry.last;
-            row.lost = entry.lost;
-            if entry.last == Last::Running {
-                row.suspect = true;
-                row.lose();
-            }
-            row.failures = inherited_failures(&entry, row.lost, now.1);
-            due = entry.due.filter(|due| *due > now.1);
-        }
-        let due = due.map(|due| later(now.0, due.since(now.1)));
-        if let Some(key) = &row.key {
-            let rows = self.keys.entry((slot, key.clone())).or_default();
-            rows.insert(place);
-        }
-        if let Some(part) = self.parts.get_mut(&slot) {
-            part.open += usize::from(place <= part.begun);
-            part.bytes += row.record.event.payload().len();
-            part.rows.insert(place, row);
-        }
-        match due {
-            Some(due) => self.set_waiting((slot, place), due),
-            None => self.set_ready((slot, place)),
         }
     }
 
@@ -548,67 +324,6 @@ impl Board {
         }
     }
 
-    // Consumers.
-
-    pub(crate) fn sit(&mut self, seat: u64, options: ConsumeOptions) {
-        self.seats.insert(seat, Seat::new(options));
-        self.handlers_changed();
-    }
-
-    pub(crate) fn stand_up(&mut self, seat: u64) {
-        self.seats.remove(&seat);
-    }
-
-    pub(crate) fn has_seats(&self) -> bool {
-        !self.seats.is_empty()
-    }
-
-    pub(crate) fn set_handled(&mut self, seat: u64, handled: Vec<Pattern>) {
-        if let Some(seat) = self.seats.get_mut(&seat) {
-            seat.handled = handled.into();
-        }
-        self.handlers_changed();
-    }
-
-    pub(crate) fn set_prefetch(&mut self, seat: u64, prefetch: usize) {
-        if let Some(seat) = self.seats.get_mut(&seat) {
-            seat.paused = prefetch == 0;
-            seat.prefetch = prefetch;
-        }
-    }
-
-    /// The length of a consumer's leases.
-    pub(crate) fn lease(&self, seat: u64) -> Duration {
-        self.seats
-            .get(&seat)
-            .map_or(Duration::ZERO, |seat| seat.lease)
-    }
-
-    /// Events that were set aside are looked at again.
-    fn handlers_changed(&mut self) {
-        for (id, _) in std::mem::take(&mut self.aside) {
-            self.set_ready(id);
-        }
-    }
-
-    /// Skips events that no attempt has begun at and that no subscription matches any more.
-    pub(crate) fn refilter(&mut self, wanted: impl Fn(&Event) -> bool) {
-        let mut unwanted = Vec::new();
-        for (slot, part) in &self.parts {
-            let fresh = part.rows.iter().filter(|(_, row)| {
-                let held = matches!(row.state, State::Held { .. });
-                let foreign = row.foreign.is_some();
-                row.attempts == 0 && !held && !foreign && !wanted(&row.record.event)
-            });
-            unwanted.extend(fresh.map(|(place, _)| (*slot, *place)));
-        }
-        for id in unwanted {
-            self.finish(id);
-        }
-    }
-
-    // Time.
-
     /// Ends leases and waits that are over.
     pub(crate) fn tick(&mut self, now: Instant, wall: Timestamp) {
         while let Some(&(until, id)) = self.leases.first()
@@ -636,38 +351,6 @@ impl Board {
         let lease = self.leases.first().map(|(at, _)| *at);
         [due, lease].into_iter().flatten().min()
     }
-
-    /// Events that no consumer here has had a handler for, for too long. They are held from now on.
-    pub(crate) fn orphans(&mut self, now: Instant, token: impl Fn() -> u64) -> Vec<(RowId, u64)> {
-        let after = self.seats.values().map(|seat| seat.no_handler_after).min();
-        let Some(after) = after else {
-            return Vec::new();
-        };
-        let old = self
-            .aside
-            .iter()
-            .filter(|(_, since)| now.saturating_duration_since(**since) >= after);
-        let old: Vec<RowId> = old.map(|(id, _)| *id).collect();
-        old.into_iter()
-            .map(|id| {
-                let token = token();
-                self.hold(id, 0, token, false);
-                self.hand_over(id, Duration::from_secs(60), now);
-                (id, token)
-            })
-            .collect()
-    }
-}
-
-impl Part {
-    fn touch(&mut self) {
-        self.version += 1;
-    }
-
-    fn entry(&self, place: u64) -> Option<Entry> {
-        let known = self.inherited.get(&place).copied();
-        known.or_else(|| (place <= self.begun).then_some(Entry::BEGUN))
-    }
 }
 
 /// A moment after another one. A duration that is too long for the clock is cut.
@@ -681,24 +364,4 @@ fn before(attempts: u32) -> Last {
         0 => Last::None,
         _ => Last::Failed,
     }
-}
-
-/// The failures of attempts that another process made. What went wrong there is not in the metadata.
-fn inherited_failures(entry: &Entry, lost: u32, now: Timestamp) -> Vec<Failure> {
-    let failure = |attempt: u32| {
-        let last = attempt == entry.attempts;
-        let (kind, text) = match lost & bit(attempt) {
-            0 => (FailureKind::Error, "it failed in a process that has ended"),
-            _ => (
-                FailureKind::Crash,
-                "the process that ran it ended, or lost its partition or its lease",
-            ),
-        };
-        let mut failure = Failure::new(attempt, now, kind, text);
-        failure.alone = last && entry.alone && entry.last == Last::Running;
-        failure
-    };
-    // More than a dead letter shows are not made up.
-    let first = entry.attempts.saturating_sub(99).max(1);
-    (first..=entry.attempts).map(failure).collect()
 }

@@ -36,7 +36,7 @@ const POLL: Duration = Duration::from_millis(50);
 const TURN: usize = 500;
 /// The same error is reported again after this long.
 const REMINDED: Duration = Duration::from_secs(30);
-/// How long progress over events that nobody wants may be uncommitted.
+/// How long progress over events that no group wants may be uncommitted.
 const LAZY: Duration = Duration::from_millis(500);
 /// How long a member without consumers stays in its group.
 const LINGER: Duration = Duration::from_secs(2);

@@ -100,7 +100,7 @@ pub(crate) fn write(event: &Event, dialect: Dialect, received_at: Timestamp) -> 
 pub(crate) struct Read {
     pub(crate) record: Recorded,
     pub(crate) foreign: Option<String>,
-    /// The record names no type: that of the event is the name of its topic.
+    /// The record names no type. The name of its topic is the type of the event.
     pub(crate) untyped: bool,
 }
 
@@ -129,7 +129,7 @@ struct Found {
     attributes: Option<String>,
 }
 
-/// Reads a record. It never fails: one that is not of the dialect is an event with the raw bytes.
+/// Reads a record. It never fails: a record that is not of the dialect becomes an event with the raw bytes.
 pub(crate) fn read(topic: &Topic, message: &BorrowedMessage<'_>) -> Read {
     // The client panics at a header whose name is not UTF-8; such a record is of another program.
     let found = catch_unwind(AssertUnwindSafe(|| found(message))).unwrap_or_default();

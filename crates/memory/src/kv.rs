@@ -121,7 +121,7 @@ struct Watcher {
 }
 
 impl Watcher {
-    /// Compares with what is there, and returns when the next value expires.
+    /// Compares the known values with the stored ones, and returns when the next value expires.
     fn look(&mut self) -> Result<Option<Timestamp>> {
         let mut state = self.memory.open_state()?;
         state.values.expire(self.memory.now());

@@ -39,7 +39,7 @@ impl Records {
         self.kept
     }
 
-    /// A receive time that is not before that of the last event.
+    /// A receive time that is not before the receive time of the last event.
     pub(crate) fn receipt_time(&self, now: Timestamp) -> Timestamp {
         now.max(self.last_received)
     }

@@ -148,7 +148,7 @@ impl Link {
     }
 
     /// Publishes into a stream and reads its answer. If another program answers first, the outcome is unknown, and
-    /// from then on all answers are read until that of the stream has come.
+    /// from then on all answers are read until the answer of the stream arrives.
     pub(crate) async fn publish(
         &self,
         stream: &str,

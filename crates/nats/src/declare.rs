@@ -233,7 +233,7 @@ impl Shared {
                     Some((name, seq)) if *name == stream.name => *seq,
                     _ => after_all,
                 },
-                // Readers pass over those that are earlier.
+                // Readers skip earlier events.
                 Some(StartFrom::Time(time)) => self.seq_at(stream, time.minus(wire::SKEW)).await?,
                 None if known => after_all,
                 // It appeared after the group.

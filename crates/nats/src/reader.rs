@@ -1,4 +1,4 @@
-//! The task behind a consumer: it reads messages, sorts out those that are not for it, and puts the others
+//! The task behind a consumer: it reads messages, drops messages for other groups, and puts the rest
 //! on the consumer's desk.
 //!
 //! It asks the server for no more than the last `fetch` wanted, because the server counts every message that it

@@ -372,7 +372,7 @@ fn print(lines: &[Line], json: bool) {
     );
 }
 
-/// Tells the person who waits.
+/// Prints the progress.
 fn say(line: &str) {
     use std::io::Write as _;
     let _ = writeln!(std::io::stderr(), "{line}");

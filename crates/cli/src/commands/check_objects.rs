@@ -93,7 +93,7 @@ impl Checked {
     ) -> Result<()> {
         let references: Vec<Overflow> = part.iter().map(|(_, r)| r.clone()).collect();
         let answers = match objects {
-            Some(objects) => objects.inspect_all(&references, self.deep).await,
+            Some(objects) => objects.inspect(&references, self.deep).await,
             None => {
                 let none = "there is no place for objects; set EVERBUS_CONFIG to the configuration";
                 part.iter().map(|_| Ok(Some(none.to_owned()))).collect()

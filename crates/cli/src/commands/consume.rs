@@ -1,7 +1,5 @@
 //! `everbus consume`: runs the consumers of a configuration file without a server, in one process or several.
 
-use std::process::ExitCode;
-
 use clap::Args as ClapArgs;
 use everbus::config::{Consumer, Delivery};
 use everbus::{Config, workers};
@@ -38,26 +36,10 @@ pub(crate) async fn run(args: ConsumeArgs, target: &Target, output: &mut Output)
         )
     })?;
     let chosen = choose(&args.consumers, &config)?;
-    let count = args.workers as usize;
-    let alone = count == 1 || std::env::var_os(workers::WORKER).is_some();
-    if !alone && !output.is_json() {
-        output.line(format!("starting {count} processes; Ctrl-C ends them"))?;
-        output.flush()?;
-    }
-    let mut stopped = None;
-    let ended = workers::run(count, async |process| {
-        let serving = serve(&config, &chosen, target, &process, output);
-        Box::pin(serving).await.map_err(|stop| {
-            stopped = Some(stop);
-            "the consumers could not work".into()
-        })
+    super::in_processes(args.workers, output, async |process, output| {
+        serve(&config, &chosen, target, process, output).await
     })
-    .await;
-    match stopped {
-        Some(stop) => Err(stop),
-        None if ended == ExitCode::SUCCESS => Ok(()),
-        None => Err(Stop::Unsatisfied),
-    }
+    .await
 }
 
 fn has_handler(consumer: &Consumer) -> bool {

@@ -232,7 +232,7 @@ async fn submit(
 ) -> Outcome {
     let submitted = jobs.submit_job(job).await?;
     let id = submitted.job_id.clone();
-    // With --wait the JSON is that of the end, so that there is one value to read.
+    // With --wait only the final state is printed as JSON, so that there is one value to read.
     if output.is_json() && !args.wait {
         return output.json(&submitted);
     }

@@ -35,8 +35,11 @@ pub(crate) mod task;
 pub(crate) mod token;
 pub(crate) mod worker;
 
+use std::process::ExitCode;
+
 use self::jobs_on::jobs_on;
 use clap::CommandFactory as _;
+use everbus::workers;
 use everbus_core::{Code, Engine, Error, EventId, GroupInfo, GroupName, Timestamp};
 
 use crate::args::{Args, Command};
@@ -132,6 +135,31 @@ async fn until_interrupted<T>(command: impl Future<Output = Outcome<T>>) -> Outc
     tokio::select! {
         outcome = Box::pin(command) => outcome,
         () = interrupt.wait() => Err(Stop::Interrupted),
+    }
+}
+
+/// Runs the work in this process, or in several that are kept running. Fails if one of them did not end well.
+async fn in_processes<W>(count: u32, output: &mut Output, work: W) -> Outcome
+where
+    W: AsyncFnOnce(&workers::Worker, &mut Output) -> Outcome,
+{
+    let alone = count == 1 || std::env::var_os(workers::WORKER).is_some();
+    if !alone && !output.is_json() {
+        output.line(format!("starting {count} processes; Ctrl-C ends them"))?;
+        output.flush()?;
+    }
+    let mut stopped = None;
+    let ended = workers::run(count as usize, async |process| {
+        Box::pin(work(&process, output)).await.map_err(|stop| {
+            stopped = Some(stop);
+            "the process could not work".into()
+        })
+    })
+    .await;
+    match stopped {
+        Some(stop) => Err(stop),
+        None if ended == ExitCode::SUCCESS => Ok(()),
+        None => Err(Stop::Unsatisfied),
     }
 }
 

@@ -238,7 +238,15 @@ async fn preview(
     let bar = progress::spinner("looking");
     let pruned = engine.maintenance()?.preview(kept).await;
     bar.finish_and_clear();
-    let collected = collect(engine, target, &Collect::dry_run()).await?;
+    let collected = collect(
+        engine,
+        target,
+        &Collect {
+            dry_run: true,
+            ..Collect::default()
+        },
+    )
+    .await?;
     print(&retention, &pruned?, collected, true, output)
 }
 
@@ -363,68 +371,45 @@ struct Line {
 }
 
 fn lines(retention: &Retention, holdings: &Holdings) -> Vec<Line> {
-    let mut streams: Vec<(String, Option<Duration>, Held)> = retention
-        .streams
-        .iter()
-        .map(|s| (s.types.as_str().to_owned(), s.max_age, Held::default()))
-        .collect();
-    let rest = if streams.is_empty() {
-        "everything"
-    } else {
-        "everything else"
-    };
-    streams.push((rest.to_owned(), retention.max_age, Held::default()));
-    for held in &holdings.types {
-        let own = retention
-            .streams
-            .iter()
-            .position(|s| s.types.matches(&held.event_type));
-        let index = own.unwrap_or(streams.len() - 1);
-        if let Some((_, _, sum)) = streams.get_mut(index) {
-            sum.count += held.events;
-            sum.oldest = Some(
-                sum.oldest
-                    .map_or(held.oldest, |oldest| oldest.min(held.oldest)),
-            );
-        }
-    }
-    let line = |kind, name: String, kept_for: Option<Duration>, held: Held| Line {
+    let line = |kind, name: &str, kept_for, held| Line {
         kind,
-        name,
+        name: name.to_owned(),
         kept_for,
         held,
-        next: held
-            .oldest
-            .zip(kept_for)
-            .map(|(oldest, age)| oldest.plus(age)),
+        next: None,
     };
+    let streams = retention.streams.iter();
     let mut lines: Vec<Line> = streams
-        .into_iter()
-        .map(|(name, age, held)| line("events", name, age, held))
+        .map(|s| line("events", s.types.as_str(), s.max_age, Held::default()))
         .collect();
-    for (kind, age, held) in [
-        ("payload stages", retention.payloads, holdings.payloads),
-        (
-            "dead letters",
-            retention.dead_letters,
-            holdings.dead_letters,
-        ),
-        ("audit records", retention.audit, holdings.audit),
-        ("sent outbox rows", retention.outbox, holdings.outbox),
-    ] {
-        lines.push(line(kind, String::new(), age, held));
+    let rest = match lines.is_empty() {
+        true => "everything",
+        false => "everything else",
+    };
+    lines.push(line("events", rest, retention.max_age, Held::default()));
+    for held in &holdings.types {
+        let mut streams = retention.streams.iter();
+        let own = streams.position(|s| s.types.matches(&held.event_type));
+        let sum = &mut lines[own.unwrap_or(retention.streams.len())].held;
+        sum.count += held.events;
+        let oldest = sum.oldest.unwrap_or(held.oldest);
+        sum.oldest = Some(oldest.min(held.oldest));
+    }
+    let (dead_letters, outbox) = (retention.dead_letters, retention.outbox);
+    lines.extend([
+        line("payload stages", "", retention.payloads, holdings.payloads),
+        line("dead letters", "", dead_letters, holdings.dead_letters),
+        line("audit records", "", retention.audit, holdings.audit),
+        line("sent outbox rows", "", outbox, holdings.outbox),
+    ]);
+    for line in &mut lines {
+        let oldest = line.held.oldest.zip(line.kept_for);
+        line.next = oldest.map(|(oldest, age)| oldest.plus(age));
     }
     // These have their own expiry time.
-    lines.push(Line {
-        kind: "expiring events",
-        name: String::new(),
-        kept_for: None,
-        held: Held {
-            oldest: None,
-            ..holdings.expiring
-        },
-        next: holdings.expiring.oldest,
-    });
+    let mut expiring = line("expiring events", "", None, holdings.expiring);
+    expiring.next = expiring.held.oldest.take();
+    lines.push(expiring);
     lines
 }
 

@@ -2,7 +2,6 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -232,26 +231,10 @@ pub(crate) async fn run(args: WorkerArgs, target: &Target, output: &mut Output) 
     // What is wrong with the options is said once, and not by every process.
     args.child()?;
     args.classifier()?;
-    let count = args.workers as usize;
-    let alone = count == 1 || std::env::var_os(workers::WORKER).is_some();
-    if !alone && !output.is_json() {
-        output.line(format!("starting {count} workers; Ctrl-C ends them"))?;
-        output.flush()?;
-    }
-    let mut stopped = None;
-    let ended = workers::run(count, async |process| {
-        let served = Box::pin(serve(&args, target, &process, output)).await;
-        served.map_err(|stop| {
-            stopped = Some(stop);
-            "the worker could not work".into()
-        })
+    super::in_processes(args.workers, output, async |process, output| {
+        serve(&args, target, process, output).await
     })
-    .await;
-    match stopped {
-        Some(stop) => Err(stop),
-        None if ended == ExitCode::SUCCESS => Ok(()),
-        None => Err(Stop::Unsatisfied),
-    }
+    .await
 }
 
 /// Works until the process is told to stop.

@@ -56,7 +56,7 @@ fn every_scenario_runs_and_prints_its_figure() {
 
 // conformance: memory/outbox-bench: an enqueue beside the insert by hand, relays into memory and into a file
 #[test]
-fn the_outbox_is_measured_beside_what_somebody_would_write_by_hand() {
+fn the_outbox_is_measured_beside_code_written_by_hand() {
     let shop = Shop::new();
     let arguments = ["-o", "json", "bench", "--quick", "--events", "1000"];
     let scenarios = ["outbox-enqueue", "outbox-memory", "outbox"];

@@ -185,8 +185,10 @@ fn a_killed_publisher_leaves_no_event_without_its_object() {
         }
         // What was left behind is found, and nothing else.
         let left = objects(&shop) - events;
-        let mut collect = Collect::default();
-        collect.strays_after = Duration::ZERO;
+        let collect = Collect {
+            strays_after: Duration::ZERO,
+            ..Collect::default()
+        };
         let collected = bus.collect_objects(&collect).await.unwrap();
         // Files that were never finished go too, and are not counted.
         assert!(collected.strays as usize <= left, "{collected:?}, {left}");

@@ -260,7 +260,7 @@ fn a_count_publishes_that_many_events_with_ids_of_their_own() {
 }
 
 #[test]
-fn waiting_for_events_that_nobody_wants_ends_at_once() {
+fn waiting_for_events_that_no_group_wants_ends_at_once() {
     let shop = Shop::new();
     let line = shop
         .run(&["-o", "json", "publish", "a.b", "1", "--wait"])
@@ -269,7 +269,7 @@ fn waiting_for_events_that_nobody_wants_ends_at_once() {
 }
 
 #[test]
-fn waiting_for_a_group_that_nobody_serves_times_out_and_says_so() {
+fn waiting_for_a_group_without_consumers_times_out_and_says_so() {
     let shop = Shop::new();
     shop.dead_letters(1);
     let ran = shop.run(&["publish", "order.placed", "1", "--wait=0.2"]);

@@ -177,7 +177,7 @@ fn what_a_reader_that_left_never_took_is_not_handled() {
 }
 
 #[test]
-fn nothing_is_handled_while_nobody_reads() {
+fn nothing_is_handled_while_the_output_is_not_read() {
     let shop = shop_with(&["a.one", "a.two"]);
     let mut child = shop
         .command(&["tail", "--group", "g", "--from", "first"])
@@ -253,7 +253,7 @@ fn a_group_consumes_what_it_shows() {
 }
 
 #[test]
-fn a_group_of_somebody_else_is_not_widened() {
+fn a_group_of_another_program_is_not_widened() {
     let shop = Shop::new();
     shop.dead_letters(1);
     let said = shop

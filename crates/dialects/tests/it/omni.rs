@@ -91,7 +91,7 @@ fn replay_of_is_the_metadata_by_which_a_replay_is_known() {
 
 // conformance: memory/dialect-unknown-fields: fields that nobody knows are kept
 #[test]
-fn fields_that_nobody_knows_are_kept_in_the_metadata() {
+fn unknown_fields_are_kept_in_the_metadata() {
     let document = with(SAMPLE, "sequence", Some("42"));
     let document = with(
         &document,

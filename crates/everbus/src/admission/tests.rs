@@ -348,7 +348,7 @@ async fn what_is_appended_during_a_count_is_added_to_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_waits_for_room_is_not_overtaken() {
+async fn a_publisher_that_waits_for_room_is_not_overtaken() {
     let p = limited(StreamLimit::new(10));
     p.engine.add("a", 10);
     let order = Arc::new(Mutex::new(Vec::new()));

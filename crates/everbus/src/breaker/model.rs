@@ -204,7 +204,7 @@ proptest! {
             }
         }
         under_way.clear();
-        // This call reads the clock; from then on the wait is at most that of the policy.
+        // This call reads the clock; from then on the wait is at most the wait of the policy.
         let wait = breaker.try_begin().err().map(|rejected| rejected.retry_in);
         prop_assert!(wait.is_none_or(|wait| wait <= policy.open_for));
         clock.advance(wait.unwrap_or_default());

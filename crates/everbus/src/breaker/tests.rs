@@ -325,8 +325,8 @@ fn a_breaker_is_shown_with_what_a_dashboard_needs() {
     assert_eq!(format!("{:?}", r.breaker), "Breaker(mailer half_open)");
 }
 
-// conformance: handlers/breaker-one-probe: exactly one half-open probe, whoever asks
-// conformance: embedded/half-open-probe: exactly one half-open probe, whoever asks
+// conformance: handlers/breaker-one-probe: of several callers, exactly one gets the half-open probe
+// conformance: embedded/half-open-probe: of several callers, exactly one gets the half-open probe
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn of_64_concurrent_tasks_exactly_one_is_the_probe() {
     for _ in 0..50 {
@@ -359,7 +359,7 @@ macro_rules! is_pending {
 }
 
 #[tokio::test(start_paused = true)]
-async fn whoever_waits_is_woken_by_the_clock_and_by_the_end_of_the_probe() {
+async fn waiting_callers_are_woken_by_the_clock_and_by_the_end_of_the_probe() {
     let r = standard();
     r.breaker.ready().await;
     r.open();

@@ -1,6 +1,5 @@
 //! Appending to the target: in order, repeated until the outcome is known, and one bad event apart from the others.
 
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use everbus_core::{
@@ -11,7 +10,6 @@ use tokio::sync::mpsc;
 
 use super::held::Held;
 use super::route::Route;
-use super::stats::Counters;
 use super::{BATCH, Bridge, FIRST_PAUSE};
 use crate::guard;
 
@@ -118,19 +116,19 @@ impl Bridge {
         let event = &delivery.record.event;
         let last = delivery.failures.last();
         if last.is_some_and(|last| last.kind == FailureKind::Corrupt) {
-            Counters::add(&self.counters.refused, 1);
+            self.counters.lock().refused += 1;
             return Ok(Some(Verdict::Dead { failure: None }));
         }
         let mut pause = FIRST_PAUSE;
         loop {
             let asked = async {
                 if self.came_from_target(event).await? {
-                    Counters::add(&self.counters.returned, 1);
+                    self.counters.lock().returned += 1;
                     let reason = RETURNED.to_owned();
                     return Ok(Some(Verdict::Skip { reason }));
                 }
                 if delivery.attempt > 1 && self.is_stored(event).await? {
-                    Counters::add(&self.counters.duplicates, 1);
+                    self.counters.lock().duplicates += 1;
                     return Ok(Some(Verdict::Ack));
                 }
                 Ok(None)
@@ -165,11 +163,10 @@ impl Bridge {
         match carried {
             Carried::Stored { duplicate } => {
                 *refused = 0;
-                let counter = match duplicate {
-                    true => &self.counters.duplicates,
-                    false => &self.counters.moved,
-                };
-                Counters::add(counter, 1);
+                match duplicate {
+                    true => self.counters.lock().duplicates += 1,
+                    false => self.counters.lock().moved += 1,
+                }
                 Ok(Verdict::Ack)
             }
             Carried::GivenUp { sent: true } => Ok(self.unanswered(delivery.attempt)),
@@ -182,8 +179,8 @@ impl Bridge {
                     let what = format!("{} refuses every event: {}", self.target, error.message());
                     return Err(error.with_message(what));
                 }
-                Counters::add(&self.counters.refused, 1);
-                self.counters.went_wrong(&error);
+                self.counters.lock().refused += 1;
+                self.counters.lock().went_wrong(&error);
                 let event = &delivery.record.event;
                 guard::log(|| {
                     tracing::error!(target: "everbus::bridge", event_id = %event.id(), %error, "the target refuses an event; it is a dead letter of {}", self.group);
@@ -240,7 +237,7 @@ impl Bridge {
                         }
                     }
                     let Some(error) = passing else {
-                        self.counters.waiting.store(false, Ordering::Relaxed);
+                        self.counters.lock().waiting = false;
                         pause = FIRST_PAUSE;
                         continue;
                     };

@@ -48,20 +48,19 @@ mod stats;
 
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use everbus_core::{
     Class, Code, ConsumeOptions, Delivery, Error, GroupInfo, GroupName, Pattern, Result,
     Settlement, StartFrom, Verdict, no_group,
 };
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 
 use self::held::Held;
 use self::route::{Homes, Route};
 pub use self::stats::BridgeStats;
-use self::stats::Counters;
 use crate::guard;
 use crate::runtime::bus::Bus;
 
@@ -97,7 +96,7 @@ pub struct Bridge {
     start_from: StartFrom,
     ordered: bool,
     target: String,
-    counters: Arc<Counters>,
+    counters: Arc<Mutex<BridgeStats>>,
     homes: Homes,
     phase: watch::Sender<Phase>,
 }
@@ -180,7 +179,7 @@ impl Bridge {
 
     /// The counts of this bridge.
     pub fn stats(&self) -> BridgeStats {
-        self.counters.snapshot()
+        self.counters.lock().clone()
     }
 
     /// Carries events until it is [stopped](Self::stop). Dropping the future loses nothing.
@@ -242,7 +241,7 @@ impl Bridge {
             error = self.keep(&held) => Err(error),
             error = self.watch(until) => Err(error),
         };
-        self.counters.waiting.store(false, Ordering::Relaxed);
+        self.counters.lock().waiting = false;
         if ended.is_err() {
             self.give_back(&held).await;
         }
@@ -360,7 +359,7 @@ impl Bridge {
                 Err(error) if error.class() == Class::Final => return Err(error),
                 // The lease was lost: the event comes again, and the target knows it.
                 Err(error) => {
-                    Counters::add(&self.counters.late, 1);
+                    self.counters.lock().late += 1;
                     guard::log(|| {
                         tracing::debug!(target: "everbus::bridge", %error, "a verdict came too late");
                     });
@@ -435,8 +434,7 @@ impl Bridge {
     async fn look(&self, until: Until) -> Result<bool> {
         let info = self.info().await?.ok_or_else(|| no_group(&self.group))?;
         let unsettled = info.lag().unsettled();
-        self.counters.lag.store(unsettled, Ordering::Relaxed);
-        self.counters.looked.store(true, Ordering::Relaxed);
+        self.counters.lock().lag = Some(unsettled);
         Ok(until == Until::CaughtUp && unsettled == 0)
     }
 
@@ -457,8 +455,8 @@ impl Bridge {
 
     /// Waits a little longer each time. Returns false if the bridge stops.
     async fn endure(&self, which: &str, error: &Error, pause: &mut Duration) -> bool {
-        self.counters.went_wrong(error);
-        if !self.counters.waiting.swap(true, Ordering::Relaxed) {
+        self.counters.lock().went_wrong(error);
+        if !std::mem::replace(&mut self.counters.lock().waiting, true) {
             guard::log(|| {
                 tracing::warn!(target: "everbus::bridge", %error, "the bridge waits for {which}; nothing is lost");
             });

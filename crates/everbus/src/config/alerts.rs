@@ -1,4 +1,4 @@
-//! The section `alerts`: who is told when something is wrong, and when a job ends.
+//! The section `alerts`: where alerts and the ends of jobs are sent.
 
 use std::time::Duration;
 

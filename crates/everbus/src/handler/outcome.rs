@@ -34,13 +34,24 @@ impl Outcome {
     }
 
     /// The outcome with an effect for one engine's transaction.
-    #[cfg(feature = "sqlite")]
+    #[cfg(any(feature = "sqlite", feature = "postgres"))]
     pub(crate) fn of_effect(effect: Effect) -> Self {
         Self {
             events: Vec::new(),
             effects: vec![effect],
         }
     }
+}
+
+/// The events of what an effect returned: it runs in a transaction, so it has no effects of its own.
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
+pub(crate) fn events_only(returned: impl IntoOutcome) -> Result<Vec<Event>, BoxError> {
+    let outcome = returned.into_outcome().map_err(BoxError::from)?;
+    if outcome.effects.is_empty() {
+        return Ok(outcome.events);
+    }
+    let what = "a transaction inside a transaction: return events or nothing";
+    Err(HandlerError::permanent(what).into())
 }
 
 /// An event type that a handler may publish.

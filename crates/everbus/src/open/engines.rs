@@ -186,7 +186,7 @@ fn not_built(feature: &str) -> Error {
     Error::new(Code::Unsupported, what).hint(hint)
 }
 
-/// Refuses access settings that the engine of a URL would ignore: who asks for TLS must not go without it.
+/// Refuses access settings that the engine of a URL would ignore: a user who asks for TLS must not get a connection without it.
 pub(crate) fn check_access(url: &str, access: &Access) -> Result<()> {
     if !matches!(parse(url)?, Target::Postgres(_)) {
         return Ok(());

@@ -14,7 +14,6 @@ use tokio::time::Instant;
 use super::blame::{Blame, blame};
 use super::publish::{Answer, Held, Publisher};
 use super::relay::Relay;
-use super::stats::Counters;
 
 /// A pass ends after this long, so that rows whose delay is over are not left behind.
 const LONGEST: Duration = Duration::from_secs(1);
@@ -141,9 +140,9 @@ impl Relay {
             }
         }
         self.source.settle(lease.clone(), outcomes).await?;
-        Counters::add(&self.counters.sent, sent);
-        Counters::add(&self.counters.rejected, rejected);
-        Counters::add(&self.counters.failed, failed);
+        self.counters.lock().sent += sent;
+        self.counters.lock().rejected += rejected;
+        self.counters.lock().failed += failed;
         Ok(())
     }
 
@@ -177,7 +176,7 @@ impl Relay {
                 attempt,
                 "Failed to publish outbox event"
             );
-            self.counters.went_wrong(&error);
+            self.counters.lock().went_wrong(&error);
             let text = error.to_string();
             let outcome = match outbox_delay(attempt) {
                 Some(after) => RowOutcome::Rejected { error: text, after },

@@ -15,7 +15,7 @@ use tokio::time::Instant;
 
 use super::blame::{Blame, blame};
 use super::retry_requests::{RetryRequest, RetryRequests};
-use super::stats::Counters;
+use super::stats::RelayStats;
 use crate::runtime::bus::Bus;
 
 /// At most this many other rows are tried to find out whether a row or the broker causes an error.
@@ -92,7 +92,7 @@ enum Tried {
 /// Publishes rows through a bus.
 pub(super) struct Publisher<'a> {
     bus: &'a Bus,
-    counters: &'a Counters,
+    counters: &'a Mutex<RelayStats>,
     rows: &'a [OutboxRow],
     answers: Vec<Answer>,
     /// Whether a batch is accepted as a whole or not at all.
@@ -105,7 +105,7 @@ impl<'a> Publisher<'a> {
     /// Rows up to `known` may have been published before, by this relay or by another.
     pub(super) fn new(
         bus: &'a Bus,
-        counters: &'a Counters,
+        counters: &'a Mutex<RelayStats>,
         rows: &'a [OutboxRow],
         known: i64,
         last_sent: &'a LastSent,
@@ -380,7 +380,7 @@ impl<'a> Publisher<'a> {
         let error = match answer {
             Ok(appended) => {
                 if appended.duplicate {
-                    Counters::add(&self.counters.duplicates, 1);
+                    self.counters.lock().duplicates += 1;
                     if self.retry_requests.any_open().await? {
                         self.retry_requests.grant(row).await?;
                     }

@@ -1,19 +1,20 @@
 //! The relay: takes the lease of an outbox, publishes its rows, and waits for more.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::AtomicI64;
 use std::time::Duration;
 
 use everbus_core::{
     Code, Error, EventId, LONGEST_RELAY_LEASE, OutboxKeep, OutboxSource, RelayLease, Result,
 };
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::pass::Passed;
 use super::publish::LastSent;
-use super::stats::{Counters, RelayStats};
+use super::stats::RelayStats;
 use super::sweep::Sweeper;
 use crate::runtime::bus::Bus;
 
@@ -41,7 +42,7 @@ const STAND_BY: Duration = Duration::from_millis(500);
 pub struct Relay {
     pub(super) bus: Bus,
     pub(super) source: Arc<dyn OutboxSource>,
-    pub(super) counters: Arc<Counters>,
+    pub(super) counters: Arc<Mutex<RelayStats>>,
     pub(super) batch: usize,
     pub(super) max_batch: usize,
     /// Rows up to this one were sent to the broker by this relay, marked or not.
@@ -110,7 +111,7 @@ impl Relay {
 
     /// The counts of this relay.
     pub fn stats(&self) -> RelayStats {
-        self.counters.snapshot()
+        self.counters.lock().clone()
     }
 
     /// Relays until it is stopped, or the bus is shut down or has failed: then it returns that error.
@@ -154,8 +155,8 @@ impl Relay {
     async fn relay(&self, until: Until) -> Result<RelayStats> {
         let mut held = None;
         let outcome = self.rounds(until, &mut held).await;
-        self.counters.relaying.store(false, Ordering::Relaxed);
-        self.counters.waiting.store(false, Ordering::Relaxed);
+        self.counters.lock().relaying = false;
+        self.counters.lock().waiting = false;
         if let Some((lease, _)) = held {
             // If the lease cannot be released, it expires.
             let released = self.source.release(lease);
@@ -168,7 +169,7 @@ impl Relay {
         let mut batch = self.batch.min(self.max_batch);
         let mut pause = FIRST_PAUSE;
         while !self.is_stopping() {
-            let sent = self.counters.sent.load(Ordering::Relaxed);
+            let sent = self.counters.lock().sent;
             let passed = match self.keep_lease(held).await {
                 Ok(Some(lease)) => {
                     let pass = self.pass(&lease, &mut batch);
@@ -191,7 +192,7 @@ impl Relay {
             match passed {
                 Passed::Outage(error) => {
                     // A broker that has accepted events in this pass is reachable.
-                    if self.counters.sent.load(Ordering::Relaxed) > sent {
+                    if self.counters.lock().sent > sent {
                         pause = FIRST_PAUSE;
                     }
                     self.endure(until, error, &mut pause).await?;
@@ -199,7 +200,7 @@ impl Relay {
                 }
                 Passed::Lost => {
                     *held = None;
-                    self.counters.relaying.store(false, Ordering::Relaxed);
+                    self.counters.lock().relaying = false;
                 }
                 Passed::More => {}
                 Passed::Full if until == Until::Idle => return Ok(()),
@@ -213,7 +214,7 @@ impl Relay {
                 },
             }
             pause = FIRST_PAUSE;
-            self.counters.waiting.store(false, Ordering::Relaxed);
+            self.counters.lock().waiting = false;
         }
         Ok(())
     }
@@ -233,7 +234,7 @@ impl Relay {
         let first = held.is_none() && acquired.is_some();
         *held = acquired.clone().map(|lease| (lease, since));
         let relaying = acquired.is_some();
-        self.counters.relaying.store(relaying, Ordering::Relaxed);
+        self.counters.lock().relaying = relaying;
         if first {
             tracing::info!(target: "everbus::outbox", outbox = self.source.name(), holder = self.holder, "relaying");
         }
@@ -280,13 +281,13 @@ impl Relay {
 
     /// Waits during an outage, a little longer each time.
     async fn endure(&self, until: Until, error: Error, pause: &mut Duration) -> Result<()> {
-        Counters::add(&self.counters.outages, 1);
-        self.counters.went_wrong(&error);
+        self.counters.lock().outages += 1;
+        self.counters.lock().went_wrong(&error);
         let over = error.code() == Code::EventBusShutdownError || self.bus.failure().is_some();
         if over || until == Until::Idle {
             return Err(error);
         }
-        if !self.counters.waiting.swap(true, Ordering::Relaxed) {
+        if !std::mem::replace(&mut self.counters.lock().waiting, true) {
             tracing::warn!(target: "everbus::outbox", outbox = self.source.name(), %error, "the relay waits; nothing is lost");
         }
         self.sleep(*pause).await;
@@ -349,7 +350,7 @@ fn holder() -> String {
 /// A relay in the background. Dropping it stops the relay after its current work.
 #[derive(Debug)]
 pub struct RelayHandle {
-    counters: Arc<Counters>,
+    counters: Arc<Mutex<RelayStats>>,
     stopping: watch::Sender<bool>,
     task: Option<JoinHandle<Result<RelayStats>>>,
 }
@@ -357,7 +358,7 @@ pub struct RelayHandle {
 impl RelayHandle {
     /// The counts of this relay.
     pub fn stats(&self) -> RelayStats {
-        self.counters.snapshot()
+        self.counters.lock().clone()
     }
 
     /// Stops the relay after its current work, and returns its counts. If the relay had ended before, the

@@ -10,8 +10,9 @@ use std::sync::Arc;
 use everbus_core::{
     DeadLetter, DeadLetterFilter, DeadLetters, Deduplication, Event, OutboxRow, Result, Timestamp,
 };
+use parking_lot::Mutex;
 
-use super::stats::Counters;
+use super::stats::RelayStats;
 use crate::runtime::bus::Bus;
 
 /// What the dead letters say about a row.
@@ -29,7 +30,7 @@ pub(super) enum RetryRequest {
 /// Finds retry requests and carries them out.
 pub(super) struct RetryRequests<'a> {
     bus: &'a Bus,
-    counters: &'a Counters,
+    counters: &'a Mutex<RelayStats>,
     letters: Option<Arc<dyn DeadLetters>>,
     /// Rows up to this one may have been published before.
     known: i64,
@@ -38,7 +39,7 @@ pub(super) struct RetryRequests<'a> {
 }
 
 impl<'a> RetryRequests<'a> {
-    pub(super) fn new(bus: &'a Bus, counters: &'a Counters, known: i64) -> Self {
+    pub(super) fn new(bus: &'a Bus, counters: &'a Mutex<RelayStats>, known: i64) -> Self {
         Self {
             bus,
             counters,
@@ -98,7 +99,7 @@ impl<'a> RetryRequests<'a> {
                 ..DeadLetterFilter::default()
             };
             let sent_back = letters.retry(filter).await?;
-            Counters::add(&self.counters.retried, u64::from(sent_back > 0));
+            self.counters.lock().retried += u64::from(sent_back > 0);
             return Ok(RetryRequest::Granted);
         }
         let Some(wanted) = wanted else {

@@ -1,8 +1,5 @@
 //! The counts of a relay.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-
-use parking_lot::Mutex;
 use serde::Serialize;
 
 /// The counts of a relay since it was made.
@@ -32,43 +29,8 @@ pub struct RelayStats {
     pub last_error: Option<String>,
 }
 
-/// The counters behind [`RelayStats`].
-#[derive(Debug, Default)]
-pub(super) struct Counters {
-    pub(super) sent: AtomicU64,
-    pub(super) duplicates: AtomicU64,
-    pub(super) retried: AtomicU64,
-    pub(super) rejected: AtomicU64,
-    pub(super) failed: AtomicU64,
-    pub(super) removed: AtomicU64,
-    pub(super) outages: AtomicU64,
-    pub(super) relaying: AtomicBool,
-    pub(super) waiting: AtomicBool,
-    last_error: Mutex<Option<String>>,
-}
-
-impl Counters {
-    pub(super) fn add(counter: &AtomicU64, n: u64) {
-        counter.fetch_add(n, Ordering::Relaxed);
-    }
-
-    pub(super) fn went_wrong(&self, error: &impl std::fmt::Display) {
-        *self.last_error.lock() = Some(error.to_string());
-    }
-
-    pub(super) fn snapshot(&self) -> RelayStats {
-        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        RelayStats {
-            sent: count(&self.sent),
-            duplicates: count(&self.duplicates),
-            retried: count(&self.retried),
-            rejected: count(&self.rejected),
-            failed: count(&self.failed),
-            removed: count(&self.removed),
-            outages: count(&self.outages),
-            relaying: self.relaying.load(Ordering::Relaxed),
-            waiting: self.waiting.load(Ordering::Relaxed),
-            last_error: self.last_error.lock().clone(),
-        }
+impl RelayStats {
+    pub(super) fn went_wrong(&mut self, error: &impl std::fmt::Display) {
+        self.last_error = Some(error.to_string());
     }
 }

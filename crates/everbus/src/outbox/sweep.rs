@@ -7,7 +7,6 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use super::relay::Relay;
-use super::stats::Counters;
 
 /// How often the sweeper looks for old rows, once none are left.
 const EVERY: Duration = Duration::from_secs(60);
@@ -39,7 +38,7 @@ impl Relay {
         }
         match self.source.forget(lease.clone(), self.sweeper.keep).await {
             Ok(gone) => {
-                Counters::add(&self.counters.removed, gone.rows);
+                self.counters.lock().removed += gone.rows;
                 if gone.more {
                     return;
                 }

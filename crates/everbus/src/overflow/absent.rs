@@ -26,11 +26,7 @@ impl Objects {
         Ok(None)
     }
 
-    pub(crate) fn moves(&self) -> bool {
-        match *self {}
-    }
-
-    pub(crate) fn limit(&self) -> usize {
+    pub(crate) fn limit(&self) -> Option<usize> {
         match *self {}
     }
 

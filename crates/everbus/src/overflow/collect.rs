@@ -9,14 +9,12 @@ use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use everbus_core::{Clock as _, Engine, Event, EventId, LogId, Orphan, Result, SystemClock};
-use futures_util::TryStreamExt as _;
 use serde::Serialize;
 
 use super::{Objects, foreign, key};
 
 /// What to delete.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
 pub struct Collect {
     /// Only report what would be deleted.
     pub dry_run: bool,
@@ -29,16 +27,6 @@ impl Default for Collect {
         Self {
             dry_run: false,
             strays_after: super::DAY,
-        }
-    }
-}
-
-impl Collect {
-    /// Only report what would be deleted.
-    pub fn dry_run() -> Self {
-        Self {
-            dry_run: true,
-            ..Self::default()
         }
     }
 }
@@ -157,13 +145,13 @@ impl Objects {
         if let Some(orphans) = &self.orphans {
             survey.log = Some(orphans.log_id().await?.short());
         }
-        for object in self.walk(engine).await? {
-            let tally = match object.kind {
+        for (kind, _, bytes, _) in self.walk(engine).await? {
+            let tally = match kind {
                 Kind::Used => &mut survey.in_use,
                 Kind::Noted => &mut survey.noted,
                 Kind::Of(log) => survey.others.entry(log).or_default(),
             };
-            tally.add(object.bytes);
+            tally.add(bytes);
         }
         Ok(survey)
     }
@@ -179,20 +167,20 @@ impl Objects {
         dry_run: bool,
     ) -> Result<Tally> {
         let mut removed = Tally::default();
-        for object in self.walk(engine).await? {
-            if matches!(&object.kind, Kind::Of(log) if log == owner) && object.age >= older {
+        for (kind, key, bytes, age) in self.walk(engine).await? {
+            if matches!(&kind, Kind::Of(log) if log == owner) && age >= older {
                 if !dry_run {
-                    self.place.delete(&object.key).await?;
+                    self.place.delete(&key).await?;
                 }
-                removed.add(object.bytes);
+                removed.add(bytes);
             }
         }
         Ok(removed)
     }
 
-    /// The objects of events in the configured place, with what each is to this log.
-    async fn walk(&self, engine: &Engine) -> Result<Vec<Found>> {
-        let listed: Vec<_> = self.place.list().await?.try_collect().await?;
+    /// The objects of events in the configured place: what each is to this log, its key, size and age.
+    async fn walk(&self, engine: &Engine) -> Result<Vec<(Kind, String, u64, Duration)>> {
+        let listed = self.place.list().await?;
         // After the listing: an object is noted before it is put.
         let mut noted = HashSet::new();
         if let Some(orphans) = &self.orphans {
@@ -210,23 +198,10 @@ impl Objects {
                 (false, true) => Kind::Noted,
                 (false, false) => Kind::Of(log.to_owned()),
             };
-            found.push(Found {
-                kind,
-                key,
-                bytes,
-                age,
-            });
+            found.push((kind, key, bytes, age));
         }
         Ok(found)
     }
-}
-
-/// One object of a place.
-struct Found {
-    kind: Kind,
-    key: String,
-    bytes: u64,
-    age: Duration,
 }
 
 /// What an object is to this log.

@@ -43,7 +43,9 @@ impl Split {
             return None;
         }
         let fields: HashMap<String, &RawValue> = serde_json::from_slice(payload).ok()?;
-        let large = |field: &&str| fields.get(*field).is_some_and(|value| is_long(value));
+        // A value that is not longer than `null` stays.
+        let is_long = |value: &&RawValue| value.get().len() > NULL.len();
+        let large = |field: &&str| fields.get(*field).is_some_and(is_long);
         let mut moved: Vec<&str> = FIELDS.into_iter().filter(large).collect();
         if moved.is_empty() {
             return None;
@@ -78,11 +80,6 @@ impl Split {
             chunks,
         })
     }
-}
-
-/// A value that is not longer than `null` stays.
-fn is_long(value: &RawValue) -> bool {
-    value.get().len() > NULL.len()
 }
 
 #[cfg(test)]

@@ -43,7 +43,7 @@ pub(super) async fn payload(objects: Option<&Objects>, event: &Event) -> Result<
             continue;
         };
         let size = found.meta.size;
-        if size > objects.limit() as u64 {
+        if size > objects.options.limit as u64 {
             let what = format!("it has {size} bytes");
             let hint = "overflow.limit says how large the payload of an event may be";
             return Err(flawed(Flaw { what, hint }));

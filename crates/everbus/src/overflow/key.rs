@@ -6,6 +6,7 @@
 //! entity use the folder `~`, which no id is encoded to.
 
 use everbus_core::{Event, EventId, LogId};
+use sha2::Digest as _;
 
 /// A file name has at most 255 bytes on most file systems, and an S3 key at most 1024.
 const LONGEST_SEGMENT: usize = 180;
@@ -36,25 +37,19 @@ pub(super) fn made_by(key: &str) -> Option<(EventId, &str)> {
 
 /// One segment of a key, never empty, `.` or `..`.
 fn segment(id: &str) -> String {
-    let mut encoded = String::with_capacity(id.len());
     let dots = id.bytes().all(|b| b == b'.');
-    for byte in id.bytes() {
-        match byte {
-            b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' | b'-' | b'_' => encoded.push(byte.into()),
-            b'.' if !dots => encoded.push('.'),
-            _ => encoded.push_str(&format!("%{byte:02X}")),
-        }
-    }
-    if encoded.is_empty() {
+    let encode = |byte: u8| match byte {
+        b'.' if dots => "%2E".to_owned(),
+        b'0'..=b'9' | b'a'..=b'z' | b'A'..=b'Z' | b'-' | b'_' | b'.' => char::from(byte).into(),
+        byte => format!("%{byte:02X}"),
+    };
+    let encoded: String = id.bytes().map(encode).collect();
+    match encoded.len() {
         // An empty id is different from a missing one.
-        return format!("{NOTHING}empty");
+        0 => format!("{NOTHING}empty"),
+        1..=LONGEST_SEGMENT => encoded,
+        _ => format!("{NOTHING}{}", super::hex(&sha2::Sha256::digest(id))),
     }
-    if encoded.len() > LONGEST_SEGMENT {
-        use sha2::Digest as _;
-        let hash = super::hex(&sha2::Sha256::digest(id.as_bytes()));
-        return format!("{NOTHING}{hash}");
-    }
-    encoded
 }
 
 #[cfg(test)]

@@ -44,7 +44,6 @@
 //! ```
 
 mod collect;
-mod errors;
 mod fields;
 mod foreign;
 mod key;
@@ -106,14 +105,9 @@ impl Objects {
         })))
     }
 
-    /// Whether events are split at all.
-    pub(crate) fn moves(&self) -> bool {
-        self.options.enabled
-    }
-
-    /// The largest accepted payload.
-    pub(crate) fn limit(&self) -> usize {
-        self.options.limit
+    /// The largest accepted payload; `None` if events are not split.
+    pub(crate) fn limit(&self) -> Option<usize> {
+        self.options.enabled.then_some(self.options.limit)
     }
 
     /// Whether an event is too large for the log.
@@ -121,10 +115,10 @@ impl Objects {
         if !self.options.enabled || event.overflow().is_some() {
             return false;
         }
+        let threshold = self.options.threshold_of(event.event_type());
         // Almost every event is far below the limit; these are not measured exactly.
         let bound = event.attributes().map_or(0, upper_bound);
-        event.payload().len() + bound > self.options.smallest()
-            && size(event) > self.options.threshold_of(event.event_type())
+        event.payload().len() + bound > threshold && size(event) > threshold
     }
 
     /// The event to append: if it is too large, its large part is put into the store, durably, and it
@@ -133,59 +127,52 @@ impl Objects {
         if !self.is_over(&event) {
             return Ok(event);
         }
-        let log = match &self.orphans {
-            Some(orphans) => Some(orphans.log_id().await?),
-            None => None,
-        };
-        let bucket = self.place.name().to_owned();
+        let (bucket, mut log) = (self.place.name().to_owned(), None);
+        if let Some(orphans) = &self.orphans {
+            log = Some(orphans.log_id().await?);
+        }
         let key = format!("{}{}", self.place.prefix, key::new(&event, log));
-        let threshold = self.options.threshold_of(event.event_type());
-        let (event, chunks) = blocking(move || {
-            let split_by = |split: Split| {
-                let reference = reference(&event, &split, &bucket, &key);
-                (
-                    event.clone().with_overflow(split.rest, reference),
-                    split.chunks,
-                )
-            };
-            let part = Split::of(&event).map(split_by);
-            let part = part.filter(|(event, _)| size(event) <= threshold);
-            part.unwrap_or_else(|| split_by(Split::whole(&event)))
-        })
-        .await?;
-        self.put(&event, chunks).await?;
-        Ok(event)
-    }
-
-    /// Puts the object that an event refers to, durably, after a note of it.
-    async fn put(&self, event: &Event, chunks: Vec<Bytes>) -> Result<()> {
-        let Some(reference) = event.overflow() else {
-            return Ok(());
-        };
         if let Some(orphans) = &self.orphans {
             let note = Orphan {
-                bucket: reference.bucket.clone(),
-                key: reference.key.clone(),
+                bucket: bucket.clone(),
+                key: key.clone(),
                 id: event.id(),
                 since: SystemClock.now(),
                 unborn: true,
             };
             orphans.note(vec![note]).await?;
         }
-        self.place.put(&reference.key, chunks).await
-    }
-
-    /// The complete event. An event that is complete is returned unchanged.
-    ///
-    /// `ObjectStoreError` if the object is missing, in a place that is not read, cannot be reached, or has
-    /// another content.
-    pub async fn whole(&self, event: &Event) -> Result<Event> {
-        made_whole(Some(self), event).await
+        let threshold = self.options.threshold_of(event.event_type());
+        let put_as = key.clone();
+        let (event, chunks) = blocking(move || {
+            let split_by = |split: Split| {
+                let reference = reference(&event, &split, &bucket, &key);
+                let event = event.clone().with_overflow(split.rest, reference);
+                (event, split.chunks)
+            };
+            let part = Split::of(&event).map(split_by);
+            let part = part.filter(|(event, _)| size(event) <= threshold);
+            part.unwrap_or_else(|| split_by(Split::whole(&event)))
+        })
+        .await?;
+        self.place.put(&put_as, chunks).await?;
+        Ok(event)
     }
 }
 
-/// The complete event, if there is an object store or the event is complete.
-async fn made_whole(objects: Option<&Objects>, event: &Event) -> Result<Event> {
+impl std::fmt::Debug for Objects {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Objects").field(&self.place).finish()
+    }
+}
+
+/// The record with its complete event; a complete one is returned unchanged. For programs that use an engine
+/// without a bus; a bus has [`Bus::whole`](crate::Bus::whole).
+///
+/// `ObjectStoreError` if the object is missing, in a place that is not read, cannot be reached, or has
+/// another content.
+pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
+    let event = &record.event;
     let payload = match (event.overflow(), objects) {
         (Some(reference), Some(objects)) => {
             Some(Box::pin(objects.payload(event, reference)).await?)
@@ -197,27 +184,13 @@ async fn made_whole(objects: Option<&Objects>, event: &Event) -> Result<Event> {
         (None, _) if is_apart(event) => Box::pin(foreign::payload(objects, event)).await?,
         (None, _) => None,
     };
-    Ok(match payload {
-        Some(payload) => event.clone().made_whole(payload),
-        None => event.clone(),
-    })
-}
-
-impl std::fmt::Debug for Objects {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Objects").field(&self.place).finish()
-    }
-}
-
-/// The record with its complete event. For programs that use an engine without a bus; a bus has
-/// [`Bus::whole`](crate::Bus::whole).
-pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
-    if !is_apart(&record.event) {
-        return Ok(record.clone());
-    }
-    let whole = made_whole(objects, &record.event).await?;
-    let whole = Recorded::new(whole, record.position, record.received_at);
-    Ok(Arc::new(whole))
+    Ok(payload.map_or_else(
+        || record.clone(),
+        |payload| {
+            let whole = event.clone().made_whole(payload);
+            Arc::new(Recorded::new(whole, record.position, record.received_at))
+        },
+    ))
 }
 
 /// Whether a part of the payload may be in an object: of this bus, or of another sender.
@@ -235,14 +208,9 @@ pub(crate) async fn collect_daily(engine: Engine, objects: Arc<Objects>) {
         day.tick().await;
         match objects.collect(&engine, &Collect::default()).await {
             Ok(collected) if collected == Collected::default() => {}
-            Ok(collected) => tracing::info!(
-                target: "everbus::overflow",
-                orphans = collected.orphans,
-                strays = collected.strays,
-                bytes = collected.bytes,
-                kept = collected.kept,
-                "deleted objects without events"
-            ),
+            Ok(collected) => {
+                tracing::info!(target: "everbus::overflow", ?collected, "deleted objects without events");
+            }
             Err(error) if error.code() == Code::EventBusShutdownError => return,
             Err(error) => {
                 tracing::warn!(target: "everbus::overflow", %error, "could not delete objects without events");

@@ -143,10 +143,4 @@ impl Overflow {
         let own = self.streams.get(&streams::canonical(event_type));
         own.copied().unwrap_or(self.threshold)
     }
-
-    /// The smallest threshold of all.
-    pub(super) fn smallest(&self) -> usize {
-        let streams = self.streams.values().copied();
-        streams.fold(self.threshold, usize::min)
-    }
 }

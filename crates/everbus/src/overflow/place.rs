@@ -2,6 +2,8 @@
 //!
 //! An object is durable once it is created, and is never changed.
 
+use std::error::Error as StdError;
+use std::io::ErrorKind::{QuotaExceeded, StorageFull};
 use std::path::{Path as FilePath, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime};
@@ -9,7 +11,6 @@ use std::time::{Duration, SystemTime};
 use bytes::Bytes;
 use everbus_core::{Code, Error, Result};
 use futures_util::TryStreamExt as _;
-use futures_util::stream::{self, BoxStream, StreamExt as _};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
@@ -17,7 +18,6 @@ use object_store::{
     PutPayload,
 };
 
-use super::errors::failed;
 use super::{Overflow, blocking, key};
 
 /// A place that holds objects.
@@ -206,15 +206,15 @@ impl Place {
     }
 
     /// All objects: key, size and age.
-    pub(super) async fn list(&self) -> Result<BoxStream<'static, Result<(String, u64, Duration)>>> {
+    pub(super) async fn list(&self) -> Result<Vec<(String, u64, Duration)>> {
         let Some(store) = self.store(false).await? else {
-            return Ok(stream::empty().boxed());
+            return Ok(Vec::new());
         };
         let folder = path(&format!("{}{}", self.prefix, key::FOLDER))?;
         let objects = store.list(Some(&folder));
         let objects = objects.map_ok(|meta| (meta.location.to_string(), meta.size, age(&meta)));
-        let objects = objects.map_err(|e| failed("the objects could not be listed".into(), e));
-        Ok(objects.boxed())
+        let objects = objects.try_collect().await;
+        objects.map_err(|e| failed("the objects could not be listed".into(), e))
     }
 }
 
@@ -230,6 +230,25 @@ fn found<T>(result: object_store::Result<T>, key: &str) -> Result<Option<T>> {
         Err(StoreError::NotFound { .. }) => Ok(None),
         Err(e) => Err(failed(format!("the object {key:?} could not be read"), e)),
     }
+}
+
+/// Converts an error of an object store or of its files.
+pub(super) fn failed(what: String, error: impl StdError + Send + Sync + 'static) -> Error {
+    let first: &(dyn StdError + 'static) = &error;
+    let full = std::iter::successors(Some(first), |cause| (*cause).source())
+        .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
+        .any(|io| matches!(io.kind(), StorageFull | QuotaExceeded));
+    let (code, hint) = match full {
+        true => (
+            Code::DiskFull,
+            "make room where the objects are; nothing was published",
+        ),
+        false => (
+            Code::ObjectStoreError,
+            "see that the object store can be reached, read and written",
+        ),
+    };
+    Error::new(code, what).caused_by(error).hint(hint)
 }
 
 pub(super) fn path(key: &str) -> Result<Path> {

@@ -8,7 +8,8 @@ use object_store::GetResult;
 use sha2::{Digest as _, Sha256};
 
 use super::options::LARGEST_OBJECT;
-use super::{NULL, Objects, Place, blocking, errors, hex};
+use super::place::failed;
+use super::{NULL, Objects, Place, blocking, hex};
 
 /// How many objects are looked for at once.
 const AT_ONCE: usize = 16;
@@ -35,10 +36,6 @@ impl Flaw {
 
     fn length(found: u64, wanted: u64) -> Self {
         Self::new(format!("it has {found} bytes instead of {wanted}"))
-    }
-
-    fn content() -> Self {
-        Self::new("its content is not what was put there")
     }
 
     pub(super) fn elsewhere(bucket: &str) -> Self {
@@ -85,37 +82,31 @@ pub(super) async fn checked(
         (object, hash)
     })
     .await?;
-    let same = hash == reference.sha256;
-    Ok(same.then_some(object).ok_or_else(Flaw::content))
+    Ok(match hash == reference.sha256 {
+        true => Ok(object),
+        false => Err(Flaw::new("its content is not what was put there")),
+    })
 }
 
 /// The content of an object, unchecked.
 pub(super) async fn content(found: GetResult, key: &str) -> Result<Bytes> {
-    let failed = |e| errors::failed(format!("the object {key:?} could not be read"), e);
-    found.bytes().await.map_err(failed)
+    let content = found.bytes().await;
+    content.map_err(|e| failed(format!("the object {key:?} could not be read"), e))
 }
 
 impl Objects {
-    /// Checks the object of a reference: whether it exists and has its length, and with `deep` whether it
-    /// has its SHA-256. Returns what is wrong, if anything.
+    /// Checks the objects of these references, a few at once: whether each exists and has its length, and with
+    /// `deep` whether it has its SHA-256. Returns what is wrong, if anything, in the same order.
     ///
     /// An error if a place cannot be reached.
-    pub async fn inspect(&self, reference: &Reference, deep: bool) -> Result<Option<String>> {
-        let found = match self.find(reference, !deep).await? {
-            Ok(found) if deep => checked(found, reference).await?.map(drop),
-            found => found.map(drop),
-        };
-        Ok(found.err().map(|flaw| flaw.what))
-    }
-
-    /// As [`inspect`](Self::inspect), for several references, a few at once; the answers are in the same
-    /// order.
-    pub async fn inspect_all(
-        &self,
-        references: &[Reference],
-        deep: bool,
-    ) -> Vec<Result<Option<String>>> {
-        let looking = stream::iter(references).map(|reference| self.inspect(reference, deep));
+    pub async fn inspect(&self, all: &[Reference], deep: bool) -> Vec<Result<Option<String>>> {
+        let looking = stream::iter(all).map(|reference| async move {
+            let found = match self.find(reference, !deep).await? {
+                Ok(found) if deep => checked(found, reference).await?.map(drop),
+                found => found.map(drop),
+            };
+            Ok(found.err().map(|flaw| flaw.what))
+        });
         let at_once = if deep { READ_AT_ONCE } else { AT_ONCE };
         looking.buffered(at_once).collect().await
     }

@@ -24,34 +24,22 @@ impl Place {
     ///
     /// An error if another object has its key here, or one of the places cannot be used.
     pub async fn bring(&self, from: &Place, reference: &Reference) -> Result<Transferred> {
-        let key = &reference.key;
-        if self.has(reference).await? {
-            return Ok(Transferred::Present);
-        }
-        let Some(found) = from.get(key, false).await? else {
-            return Ok(Transferred::Missing);
-        };
-        let object = match checked(found, reference).await? {
-            Ok(object) => object,
-            Err(flaw) => return Ok(Transferred::Damaged(flaw.what)),
-        };
-        self.put(key, vec![object]).await?;
-        Ok(Transferred::Copied)
-    }
-
-    /// Whether the object is here; an error if another object has its key. A remote object is not downloaded for
-    /// this: readers check its content. One in a directory is put again, because the put that left it may not
-    /// have been finished durably.
-    async fn has(&self, reference: &Reference) -> Result<bool> {
         let (key, remote) = (&reference.key, self.path().is_none());
-        let Some(found) = self.get(key, remote).await? else {
-            return Ok(false);
+        // A remote object is not downloaded for this: readers check its content. One in a directory is put again,
+        // because the put that left it may not have been finished durably.
+        let (found, done) = match self.get(key, remote).await? {
+            Some(here) if remote && here.meta.size == reference.size => {
+                return Ok(Transferred::Present);
+            }
+            Some(here) => (here, Transferred::Present),
+            None => match from.get(key, false).await? {
+                Some(there) => (there, Transferred::Copied),
+                None => return Ok(Transferred::Missing),
+            },
         };
-        if remote && found.meta.size == reference.size {
-            return Ok(true);
-        }
         match checked(found, reference).await? {
-            Ok(object) => self.put(key, vec![object]).await.map(|()| true),
+            Ok(object) => self.put(key, vec![object]).await.map(|()| done),
+            Err(flaw) if done == Transferred::Copied => Ok(Transferred::Damaged(flaw.what)),
             Err(_) => {
                 let what = format!("something else is in {:?} as {key:?}", self.name());
                 let error = Error::new(Code::ObjectStoreError, what);

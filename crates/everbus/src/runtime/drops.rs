@@ -81,7 +81,7 @@ pub(super) fn report(shared: &Arc<Shared>, groups: &[GroupInfo]) {
     }
 }
 
-/// Every process reports the same event: its id is that of the oldest event that waits.
+/// Every process reports the same event: its id is the id of the oldest waiting event.
 fn at_risk(group: &GroupName, of: &StreamLag) -> everbus_core::EventBuilder {
     let oldest = of.lag.oldest.unwrap_or_default();
     let about = EventId::from_foreign(AT_RISK, &of.stream);

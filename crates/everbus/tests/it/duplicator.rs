@@ -425,7 +425,7 @@ async fn a_fetch_that_waits_gets_the_copy() {
 
 // conformance: handlers/duplicator: everything is delivered twice: a plain handler shows two effects, an idempotent or exactly-once one shows one
 #[tokio::test]
-async fn whoever_waits_for_an_event_waits_for_its_second_delivery() {
+async fn a_caller_that_waits_for_an_event_waits_for_its_second_delivery() {
     let (engine, mut consumer) = two_events().await;
     let firsts = consumer.fetch(10).await.unwrap();
     let broker = &engine.broker;

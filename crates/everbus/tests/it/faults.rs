@@ -116,7 +116,7 @@ async fn an_outcome_that_meets_a_fatal_failure_ends_the_bus() {
 }
 
 #[tokio::test]
-async fn a_group_that_somebody_else_removed_is_reported() {
+async fn a_group_that_another_process_removed_is_reported() {
     let (bus, _, _) = faulty().await;
     let (handler, mut in_other) = recorder(fine);
     bus.subscribe("a").handler(handler).await.unwrap();

@@ -243,7 +243,7 @@ async fn every_failed_attempt_is_logged_with_its_fields_the_last_included() {
 
 // conformance: embedded/log-failed-attempts: an attempt that ended with its lease or its process is logged once, when the event comes again.
 #[tokio::test]
-async fn an_attempt_that_nobody_saw_end_is_logged_when_the_event_comes_again() {
+async fn an_attempt_whose_end_is_unknown_is_logged_when_the_event_comes_again() {
     on_every_engine(|lab| async move {
         let bus = lab
             .open_with(lab.builder().retry(RetryPolicy::default().max_retries(9)))

@@ -311,7 +311,7 @@ async fn an_outage_for_some_events_of_a_batch_is_no_attempt_and_the_others_are_m
 }
 
 #[tokio::test]
-async fn a_death_that_cannot_be_told_holds_nobody_up() {
+async fn a_dead_letter_that_cannot_be_stored_blocks_no_other_row() {
     let (bus, broker, clock) = faulty().await;
     let shop = Shop::new();
     shop.db

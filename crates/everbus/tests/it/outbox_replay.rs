@@ -335,13 +335,13 @@ async fn a_row_that_comes_while_a_relay_is_at_work_is_a_wish_whatever_its_clock_
 async fn a_row_without_a_tenant_retries_no_tenants_dead_letters() {
     let stage = Stage::new().await;
     let id = EventId::new();
-    let of_nobody = || everbus::Event::builder("order.placed").id(id).json(&1);
-    for event in [order().id(id), of_nobody()] {
+    let without_tenant = || everbus::Event::builder("order.placed").id(id).json(&1);
+    for event in [order().id(id), without_tenant()] {
         let receipt = stage.bus.publish(event).await.unwrap();
         assert_eq!(receipt.settled().await.unwrap().dead_lettered.len(), 2);
     }
     stage.broken.store(false, Ordering::SeqCst);
-    Outbox::new().enqueue(&stage.db, of_nobody()).unwrap();
+    Outbox::new().enqueue(&stage.db, without_tenant()).unwrap();
     let relay = Relay::own(&stage.bus).unwrap();
     assert_eq!(relay.run_until_empty().await.unwrap().retried, 1);
     let open = stage.bus.dead_letters().list().await.unwrap();

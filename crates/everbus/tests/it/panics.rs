@@ -75,7 +75,7 @@ async fn a_logger_that_panics_costs_nothing() {
 }
 
 #[tokio::test]
-async fn a_handler_that_panics_when_it_is_dropped_harms_nobody() {
+async fn a_handler_that_panics_when_it_is_dropped_harms_no_other_handler() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let subscribe = async |pattern: &str| {

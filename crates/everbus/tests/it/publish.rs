@@ -201,7 +201,7 @@ async fn settled_names_the_groups_that_gave_up() {
 }
 
 #[tokio::test]
-async fn an_event_nobody_wants_is_settled_at_once() {
+async fn an_event_no_group_wants_is_settled_at_once() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         bus.publish(("a", 1))

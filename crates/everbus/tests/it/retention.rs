@@ -9,7 +9,7 @@ use crate::support::{eventually, on_every_engine};
 
 // conformance: bus/retention: the log is pruned by length, and what a group still owes work on stays.
 #[tokio::test]
-async fn a_started_bus_prunes_what_nobody_needs_any_more() {
+async fn a_started_bus_prunes_what_no_group_needs_any_more() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         bus.subscribe("*").handler(|| async {}).await.unwrap();

@@ -187,7 +187,7 @@ async fn shutting_down_twice_gives_the_same_report() {
 
 // conformance: fault-10/cancelled: a shutdown whose caller stopped waiting still completes.
 #[tokio::test]
-async fn a_shutdown_nobody_waits_for_goes_on() {
+async fn a_shutdown_goes_on_when_its_caller_stops_waiting() {
     on_every_engine(|lab| async move {
         let bus = lab.open().await;
         let (begun, gate) = gated(&bus, 1).await;

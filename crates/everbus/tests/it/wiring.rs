@@ -49,7 +49,7 @@ async fn refused(wrong: Router) -> Error {
 
 // conformance: handlers/wiring-state: a handler that takes a state that nobody gives is refused when it is mounted.
 #[tokio::test]
-async fn a_state_that_nobody_gives_is_refused() {
+async fn a_missing_state_is_refused() {
     let router = Router::new()
         .on("a", |_: State<u128>| async {})
         .with_state(1_u64);

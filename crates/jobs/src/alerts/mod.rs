@@ -307,7 +307,7 @@ impl Sender {
     }
 }
 
-/// The key under which it is noted that a subject was told.
+/// The key of the note that an alert about a subject was sent.
 fn subject_key(alert: &Alert, event: &Event) -> String {
     let tenant = event.tenant().unwrap_or_default();
     let subject = format!("{}\0{tenant}\0{}", alert.kind.as_str(), alert.subject);

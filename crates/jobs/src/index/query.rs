@@ -127,7 +127,7 @@ impl Index {
             None => TaskState::ALL.to_vec(),
         };
         let order = if filter.oldest_first { "ASC" } else { "DESC" };
-        // One state at a time uses the index; the order of all is that of their times.
+        // One state at a time uses the index; all of them are then sorted by time.
         let sql = format!(
             "SELECT {TASK} FROM tasks WHERE tenant = ?1 AND state = ?2 AND since < ?3
              ORDER BY since {order}, id {order} LIMIT ?4"

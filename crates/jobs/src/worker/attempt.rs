@@ -27,7 +27,7 @@ use crate::{Emitter, Jobs, WorkItem};
 
 /// An event that was in flight at this many crashes of workers, the last time alone, is the cause of them.
 const CRASHES: usize = 3;
-/// The time limit of the bus lies beyond that of the task by this much: the worker ends the task itself.
+/// The time limit of the bus is longer than the limit of the task by this much, so the worker ends the task first.
 const MARGIN: Duration = Duration::from_secs(60);
 /// The pause before a task of an unknown name goes to the next worker.
 const UNKNOWN_PAUSE: Duration = Duration::from_secs(1);

@@ -41,7 +41,7 @@ pub const HEARTBEAT: Duration = Duration::from_secs(20);
 /// The metadata key of a work message with the time limit of its attempts in milliseconds, if it is shorter than that
 /// of the worker.
 pub const TIMEOUT: &str = "timeout_ms";
-/// The metadata key of a work message with the number of its attempts, if it is smaller than that of the worker.
+/// The metadata key of a work message with the number of its attempts, if it is smaller than the number of the worker.
 pub const ATTEMPTS: &str = "max_attempts";
 
 /// A lease lasts this many heartbeats: the extension is two of them, and a half more is allowed for.

@@ -39,7 +39,7 @@ impl Board {
             self.hold(danger, seat, token, true);
             return vec![(danger, token)];
         }
-        let (mut picked, mut nobody) = (Vec::new(), Vec::new());
+        let (mut picked, mut unhandled) = (Vec::new(), Vec::new());
         let mut suspects = self.held_suspects;
         let mut begun: HashMap<u32, usize> = HashMap::new();
         for id in self.ready.values().take(LOOKED_AT) {
@@ -51,7 +51,7 @@ impl Board {
             };
             if !own.takes(row) {
                 if !self.seats.values().any(|seat| seat.takes(row)) {
-                    nobody.push(*id);
+                    unhandled.push(*id);
                 }
                 continue;
             }
@@ -72,7 +72,7 @@ impl Board {
             suspects += usize::from(row.suspect);
             picked.push(*id);
         }
-        for id in nobody {
+        for id in unhandled {
             self.set_aside(id, now);
         }
         picked

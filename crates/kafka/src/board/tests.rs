@@ -1,6 +1,9 @@
-use super::*;
-use everbus_core::{Clock as _, Position, SystemClock};
+use everbus_core::{Clock as _, ConsumeOptions, Event, Pattern, Position, SystemClock};
 use everbus_dialects::Dialect;
+
+use super::*;
+use crate::offset_metadata::Saved;
+use crate::wire::Read;
 
 const SEAT: u64 = 1;
 

@@ -108,7 +108,7 @@ fn commit_all(
     answers.collect()
 }
 
-/// Whether an error of a commit is that of single partitions. Others are those of the group or of the connection.
+/// Whether a commit failed for single partitions. Otherwise it failed for the group or the connection.
 fn is_of_partition(error: &KafkaError) -> bool {
     matches!(
         kind(error),

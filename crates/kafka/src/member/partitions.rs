@@ -1,4 +1,4 @@
-//! Partitions that come to this process and go, and those that are full for the moment. On the thread that polls.
+//! Assigns and revokes partitions of this process, and pauses partitions that are full. Runs on the thread that polls.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;

@@ -14,6 +14,7 @@ pub(crate) mod remove;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -25,13 +26,15 @@ use crate::declare::sweep_ephemeral;
 use crate::history::forget_history;
 use crate::rows::micros;
 use crate::writer::Writer;
-use needed::{Stretches, owed};
+use needed::owed;
 use plan::Plan;
 use remove::remove_pieces;
 
 /// How long one transaction of retention works: about as long as a commit takes, so that a waiting publish
 /// hardly notices. The piece of work that is under way when the time is over is finished.
 const SLICE: Duration = Duration::from_micros(300);
+/// Pieces that one transaction removes at most, if they are light.
+const PIECES: usize = 16;
 /// Free pages given back in one step at most.
 const PAGES: u64 = 1024;
 /// The pause between two steps of giving space back while other commands write to the file. At this rate the
@@ -64,8 +67,8 @@ struct Run<'e> {
     now: Timestamp,
     done: Pruned,
     preview: bool,
-    /// In a preview: all events that would be removed.
-    gone: Vec<(u64, u64)>,
+    /// In a preview: the ranges of events that would be removed, by their begin.
+    gone: BTreeMap<u64, u64>,
     watch: Watch,
 }
 
@@ -104,7 +107,7 @@ impl<'e> Run<'e> {
             retention,
             done: Pruned::default(),
             preview,
-            gone: Vec::new(),
+            gone: BTreeMap::new(),
             watch,
         }
     }
@@ -119,13 +122,7 @@ impl<'e> Run<'e> {
 
     /// Adds what a step removed.
     fn add(&mut self, gone: Pruned) {
-        self.done.removed += gone.removed;
-        self.done.kept += gone.kept;
-        self.done.payloads += gone.payloads;
-        self.done.dead_letters += gone.dead_letters;
-        self.done.audit += gone.audit;
-        self.done.outbox += gone.outbox;
-        self.done.freed_bytes += gone.freed_bytes;
+        self.done += gone;
         (self.watch)(self.done);
     }
 
@@ -189,8 +186,8 @@ impl<'e> Run<'e> {
             others::forget_dead(&mut writer.tx, micros(before), from, &reason, slice)
         })
         .await?;
-        self.repeat(true, (), move |writer, (), slice| {
-            others::forget_outbox_dead(&writer.tx, before, slice)
+        self.repeat(true, (), move |writer, (), _| {
+            others::forget_outbox_dead(&writer.tx, before)
         })
         .await
     }
@@ -219,13 +216,13 @@ impl<'e> Run<'e> {
             self.done.kept += found.kept;
             if self.preview {
                 self.done.removed += found.pieces.iter().map(|piece| piece.events).sum::<u64>();
-                let gone = found.pieces.iter().map(|piece| (piece.lo, piece.hi));
-                self.gone.extend(gone);
+                let ranges = found.pieces.into_iter().flat_map(|piece| piece.ranges);
+                self.gone.extend(ranges);
                 continue;
             }
             let mut pieces = found.pieces.as_slice();
             while !pieces.is_empty() {
-                let step = remove::near(pieces).to_vec();
+                let step = pieces[..pieces.len().min(PIECES)].to_vec();
                 // An object may be deleted only after the removal of its event is durable.
                 let durable = step.iter().any(|piece| piece.overflow);
                 let step = move |writer: &mut Writer, slice: &Slice| {
@@ -252,9 +249,11 @@ impl<'e> Run<'e> {
                 .query(move |reader| others::old_stages(reader, before, dead.unwrap_or(i64::MIN)));
             let old = old.await?;
             // Stages that are removed with their event are not counted.
-            let gone = Stretches::new(std::mem::take(&mut self.gone));
-            let alone = old.iter().filter(|seq| !gone.contains(**seq));
-            self.done.payloads = alone.count() as u64;
+            let goes = |seq: u64| {
+                let last = self.gone.range(..=seq).next_back();
+                last.is_some_and(|(_, hi)| *hi >= seq)
+            };
+            self.done.payloads = old.iter().filter(|seq| !goes(**seq)).count() as u64;
             return Ok(());
         }
         self.repeat(false, (i64::MIN, i64::MIN), move |writer, from, slice| {
@@ -275,8 +274,8 @@ impl<'e> Run<'e> {
             self.done.outbox += sent.await?;
             return Ok(());
         }
-        self.repeat(false, (), move |writer, (), slice| {
-            others::forget_sent(&writer.tx, before, slice)
+        self.repeat(false, (), move |writer, (), _| {
+            others::forget_sent(&writer.tx, before)
         })
         .await
     }

@@ -1,7 +1,7 @@
 //! Removing rows with their own age limit: dead letters, payload stages, sent rows of the outbox. And giving space
 //! back.
 //!
-//! Each step reads a few rows on the writer, and removes them one by one until its time is over.
+//! Each step removes a few rows on the writer; those that may be heavy, one by one until its time is over.
 
 use everbus_core::{Pruned, Result, Timestamp};
 use rusqlite::params;
@@ -14,10 +14,10 @@ use crate::sql::Sql as _;
 use crate::streams::skip_ahead;
 use crate::tx::Tx;
 
-/// Rows read in one step.
+/// Rows that one step reads.
 const STEP: usize = 64;
-/// Rows of the outbox removed between two checks of the time.
-pub(crate) const FEW_ROWS: usize = 16;
+/// Rows of the outbox that one step removes.
+const OUTBOX_ROWS: usize = 16;
 
 /// Where the next step goes on: the time of death, position and group of a dead letter.
 pub(crate) type DeadKey = (i64, i64, i64);
@@ -139,46 +139,24 @@ pub(crate) fn count_sent(reader: &Reader, before: Timestamp, dead: Option<i64>) 
 }
 
 /// Removes some rows of the outbox that were sent before a time.
-pub(crate) fn forget_sent(
-    tx: &Tx,
-    before: Timestamp,
-    slice: &Slice,
-) -> Result<(Pruned, Option<()>)> {
-    a_few(slice, |gone| {
-        let removed = crate::outbox::forget_sent(&tx.conn, before, FEW_ROWS)?;
-        gone.outbox += removed as u64;
-        Ok(removed as u64)
-    })
+pub(crate) fn forget_sent(tx: &Tx, before: Timestamp) -> Result<(Pruned, Option<()>)> {
+    let removed = crate::outbox::forget_sent(&tx.conn, before, OUTBOX_ROWS)?;
+    let gone = Pruned {
+        outbox: removed as u64,
+        ..Pruned::default()
+    };
+    Ok((gone, (removed == OUTBOX_ROWS).then_some(())))
 }
 
 /// Removes some dead letters of the outbox that died before a time, with their rows.
-pub(crate) fn forget_outbox_dead(
-    tx: &Tx,
-    before: Timestamp,
-    slice: &Slice,
-) -> Result<(Pruned, Option<()>)> {
-    a_few(slice, |gone| {
-        let removed = crate::outbox::forget_dead(&tx.conn, before, FEW_ROWS)?;
-        gone.dead_letters += removed.letters;
-        gone.outbox += removed.rows;
-        Ok(removed.letters)
-    })
-}
-
-/// Removes a few rows at a time until the time is over or none is left.
-fn a_few(
-    slice: &Slice,
-    mut remove: impl FnMut(&mut Pruned) -> Result<u64>,
-) -> Result<(Pruned, Option<()>)> {
-    let mut gone = Pruned::default();
-    loop {
-        if remove(&mut gone)? < FEW_ROWS as u64 {
-            return Ok((gone, None));
-        }
-        if slice.is_over() {
-            return Ok((gone, Some(())));
-        }
-    }
+pub(crate) fn forget_outbox_dead(tx: &Tx, before: Timestamp) -> Result<(Pruned, Option<()>)> {
+    let removed = crate::outbox::forget_dead(&tx.conn, before, OUTBOX_ROWS)?;
+    let gone = Pruned {
+        dead_letters: removed.letters,
+        outbox: removed.rows,
+        ..Pruned::default()
+    };
+    Ok((gone, (removed.letters == OUTBOX_ROWS as u64).then_some(())))
 }
 
 /// Records the time of this removal. The write is synced, and all lazy commits before it become durable

@@ -19,17 +19,29 @@ const LOOK: u64 = 10_000;
 /// A piece ends at this many events or bytes, so that the time can be checked after it.
 const EVENTS: u64 = 64;
 pub(crate) const BYTES: u64 = 128 * 1024;
+/// A piece spans fewer positions than this: all of them are looked at when it is removed.
+const SPAN: u64 = 2048;
 
-/// A range of the log in which every event may be removed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Events that are removed together.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Piece {
-    pub(crate) lo: u64,
-    pub(crate) hi: u64,
+    /// Ranges in which every event may be removed, in order; never empty.
+    pub(crate) ranges: Vec<(u64, u64)>,
     pub(crate) events: u64,
     /// With the payload stages.
     pub(crate) bytes: u64,
     /// Whether some events have part of their payload in an object.
     pub(crate) overflow: bool,
+}
+
+impl Piece {
+    pub(crate) fn span(&self) -> (u64, u64) {
+        let (first, last) = (self.ranges.first(), self.ranges.last());
+        (
+            first.map_or(0, |range| range.0),
+            last.map_or(0, |range| range.1),
+        )
+    }
 }
 
 /// The result of one look at the log.
@@ -146,7 +158,7 @@ impl Plan {
         let mut joins = false;
         for row in &rows {
             let over = is_over(row);
-            if over && !needed.contains(row.seq) {
+            if over && !needed.contains(&row.seq) {
                 let bytes = row.bytes + stages.get(&row.seq).unwrap_or(&0);
                 found.add(row, bytes, joins);
                 joins = true;
@@ -160,26 +172,31 @@ impl Plan {
 }
 
 impl Found {
-    /// Adds an event to the last piece, if no event that stays is between them and it fits.
+    /// Adds an event to the last piece if it fits: to its last range, if no event that stays is between them.
     fn add(&mut self, row: &Row, bytes: u64, joins: bool) {
         let fits = |piece: &&mut Piece| {
-            joins && piece.events < EVENTS && piece.bytes.saturating_add(bytes) <= BYTES
+            let (near, light) = (
+                row.seq - piece.span().0 < SPAN,
+                piece.bytes.saturating_add(bytes) <= BYTES,
+            );
+            near && light && piece.events < EVENTS
         };
-        match self.pieces.last_mut().filter(fits) {
-            Some(last) => {
-                last.hi = row.seq;
-                last.events += 1;
-                last.bytes += bytes;
-                last.overflow |= row.overflow;
-            }
-            None => self.pieces.push(Piece {
-                lo: row.seq,
-                hi: row.seq,
+        let Some(piece) = self.pieces.last_mut().filter(fits) else {
+            self.pieces.push(Piece {
+                ranges: vec![(row.seq, row.seq)],
                 events: 1,
                 bytes,
                 overflow: row.overflow,
-            }),
+            });
+            return;
+        };
+        match piece.ranges.last_mut().filter(|_| joins) {
+            Some((_, hi)) => *hi = row.seq,
+            None => piece.ranges.push((row.seq, row.seq)),
         }
+        piece.events += 1;
+        piece.bytes += bytes;
+        piece.overflow |= row.overflow;
     }
 }
 
@@ -210,4 +227,28 @@ fn stage_bytes(reader: &Reader, (lo, hi): (u64, u64)) -> Result<HashMap<u64, u64
     reader.conn.read_all(doing, sql, range, |r| {
         Ok((seq_from(r.get(0)?), seq_from(r.get(1)?)))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_piece_has_few_events_that_are_near_each_other() {
+        let mut found = Found::default();
+        for seq in [1, 2, 2000, 9000, 1_000_000] {
+            let (type_id, bytes, overflow) = (1, 10, false);
+            let row = Row {
+                seq,
+                type_id,
+                bytes,
+                overflow,
+            };
+            found.add(&row, bytes, seq == 2);
+        }
+        let ranges: Vec<_> = found.pieces.into_iter().map(|piece| piece.ranges).collect();
+        let apart = |seq| vec![(seq, seq)];
+        let near = vec![(1, 2), (2000, 2000)];
+        assert_eq!(ranges, [near, apart(9000), apart(1_000_000)]);
+    }
 }

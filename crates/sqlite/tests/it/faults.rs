@@ -66,7 +66,7 @@ async fn a_dead_letter_that_cannot_be_written_leaves_the_event_owed() {
 
 // conformance: fault-2/rollback: nobody is told that an event is stored when its transaction was rolled back
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_rolled_back_transaction_acknowledges_nobody() {
+async fn a_rolled_back_transaction_acknowledges_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.db");
     let engine = open(&path);

@@ -174,7 +174,7 @@ async fn nothing_stays_in_flight_with_a_consumer_that_has_left() {
 
 // conformance: contract/busy-close: an engine that has nothing to write closes at once, also while another program holds the file
 #[tokio::test]
-async fn closing_waits_for_nobody_if_there_is_nothing_to_write() {
+async fn closing_does_not_wait_if_there_is_nothing_to_write() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.db");
     let options = Options {

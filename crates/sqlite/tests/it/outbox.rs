@@ -323,7 +323,7 @@ async fn rows_of_other_programs_are_read_as_they_mean_it() {
 
 // conformance: memory/outbox-bad-row: a row whose payload does not parse is that row's trouble: it has an error, the others go on
 #[tokio::test]
-async fn a_row_that_cannot_be_read_stops_nobody() {
+async fn a_row_that_cannot_be_read_stops_no_other_row() {
     let shop = Shop::new();
     let bad: [(&str, &dyn rusqlite::ToSql, &str); 8] = [
         ("a.b", &"{\"a\":", "2026-03-01 12:00:00"),

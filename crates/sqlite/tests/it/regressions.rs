@@ -242,7 +242,7 @@ async fn refused_soon<T>(what: &str, answer: impl Future<Output = everbus_core::
 
 // conformance: bus/storage-failed: a writer that panicked leaves nobody waiting
 #[tokio::test]
-async fn nobody_waits_for_a_writer_that_panicked() {
+async fn no_caller_waits_for_a_writer_that_panicked() {
     let dir = tempfile::tempdir().unwrap();
     let clock = Arc::new(BrokenClock {
         broken: AtomicBool::new(false),

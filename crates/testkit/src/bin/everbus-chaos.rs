@@ -277,45 +277,49 @@ fn power(losses: u64, control: Option<Unsynced>, seed: u64) -> Result<bool, Brok
 }
 
 fn hostile(rounds: u64, seed: u64) -> Result<bool, Broken> {
-    println!("seed={seed}");
-    let directory = new_directory("everbus-hostile-")?;
-    let io = |error| Broken(format!("{}: {error}", directory.display()));
-    let hostile = Hostile {
-        program: this_program()?,
-        directory: directory.clone(),
-        seed,
-        rounds,
-    };
-    let found = hostile.run()?;
-    for problem in &found.problems {
-        println!("PROBLEM {problem}");
-    }
-    println!("{found} seed={seed}");
-    if found.problems.is_empty() {
-        std::fs::remove_dir_all(&directory).map_err(io)?;
-    }
-    Ok(found.problems.is_empty())
+    in_directory("everbus-hostile-", seed, |program, directory| {
+        let hostile = Hostile {
+            program,
+            directory,
+            seed,
+            rounds,
+        };
+        let found = hostile.run()?;
+        Ok((found.to_string(), found.problems))
+    })
 }
 
 fn relays(kills: u64, seed: u64) -> Result<bool, Broken> {
+    in_directory("everbus-relay-", seed, |program, directory| {
+        let campaign = RelayCampaign {
+            program,
+            directory,
+            seed,
+            kills,
+        };
+        let found = campaign.run()?;
+        Ok((found.to_string(), found.problems))
+    })
+}
+
+/// Runs a campaign in a new directory and prints what it found. The directory stays if there are problems.
+fn in_directory(
+    prefix: &str,
+    seed: u64,
+    run: impl FnOnce(PathBuf, PathBuf) -> Result<(String, Vec<String>), Broken>,
+) -> Result<bool, Broken> {
     println!("seed={seed}");
-    let directory = new_directory("everbus-relay-")?;
-    let io = |error| Broken(format!("{}: {error}", directory.display()));
-    let campaign = RelayCampaign {
-        program: this_program()?,
-        directory: directory.clone(),
-        seed,
-        kills,
-    };
-    let found = campaign.run()?;
-    for problem in &found.problems {
+    let directory = new_directory(prefix)?;
+    let (found, problems) = run(this_program()?, directory.clone())?;
+    for problem in &problems {
         println!("PROBLEM {problem}");
     }
     println!("{found} seed={seed}");
-    if found.problems.is_empty() {
-        std::fs::remove_dir_all(&directory).map_err(io)?;
+    if problems.is_empty() {
+        std::fs::remove_dir_all(&directory)
+            .map_err(|error| Broken(format!("{}: {error}", directory.display())))?;
     }
-    Ok(found.problems.is_empty())
+    Ok(problems.is_empty())
 }
 
 fn retention(db: PathBuf, policy: &str, bug: Option<&str>) -> Result<(), Broken> {

@@ -87,8 +87,10 @@ pub fn collect(file: &Path) -> Result<Collected, Broken> {
         .enable_time()
         .build()
         .map_err(Broken::at("starting a runtime"))?;
-    let mut options = Collect::default();
-    options.strays_after = Duration::ZERO;
+    let options = Collect {
+        strays_after: Duration::ZERO,
+        ..Collect::default()
+    };
     runtime
         .block_on(async {
             let bus = Bus::open(format!("sqlite:{}", file.display())).await?;

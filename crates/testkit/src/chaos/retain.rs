@@ -136,8 +136,10 @@ async fn work(orders: &Orders) -> Result<(), Error> {
     let bus = open(&orders.db).await?;
     tell("READY\n");
     let mut ended = end_of_input();
-    let mut collect = Collect::default();
-    collect.strays_after = STRAYS_AFTER;
+    let collect = Collect {
+        strays_after: STRAYS_AFTER,
+        ..Collect::default()
+    };
     loop {
         if orders.bug == Some(Bug::IgnoresClaims) {
             plant::remove_what_is_in_flight(&orders.db)?;

@@ -91,10 +91,7 @@ pub async fn an_ephemeral_group_never_pins_the_log<H: Harness>(harness: H) -> Ou
     }
     let after = Duration::ZERO;
     let failure = stage.failure(&held);
-    stage
-        .settle(&held, Verdict::Retry { after, failure })
-        .await
-        .unwrap();
+    stage.end(&held, Verdict::Retry { after, failure }).await;
     let next = stage.publish("a.b").await;
     for expected in [published[0].position, next.position] {
         let delivery = take_one(&mut consumer).await;

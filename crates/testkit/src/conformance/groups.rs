@@ -363,7 +363,7 @@ pub async fn an_event_without_a_handler_is_left_to_others<H: Harness>(harness: H
 }
 
 /// An event that no process has a handler for becomes a dead letter after the configured time.
-pub async fn an_event_nobody_handles_is_dead_lettered_in_the_end<H: Harness>(
+pub async fn an_event_without_a_handler_is_dead_lettered_in_the_end<H: Harness>(
     harness: H,
 ) -> Outcome {
     let needs = [&DEAD_LETTERS, &NO_HANDLER];

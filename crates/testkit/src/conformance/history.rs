@@ -144,7 +144,7 @@ pub async fn every_pattern_finds_its_events<H: Harness>(harness: H) -> Outcome {
             stage.restart().await;
         }
     }
-    for nobody in [
+    for without_events in [
         HistoryQuery::default().tenant("nobody"),
         HistoryQuery::default().app("nothing"),
         HistoryQuery::default().entity("ORDER", "3"),
@@ -152,7 +152,7 @@ pub async fn every_pattern_finds_its_events<H: Harness>(harness: H) -> Outcome {
         HistoryQuery::default().types(pattern("order.lost")),
         HistoryQuery::default().tenant("acme").types(pattern("x.>")),
     ] {
-        let page = history(&stage).query(nobody).await.unwrap();
+        let page = history(&stage).query(without_events).await.unwrap();
         assert!(page.items.is_empty() && page.next.is_none());
     }
     stage.passed()

@@ -100,10 +100,7 @@ pub async fn every_way_to_die_is_told<H: Harness>(harness: H) -> Outcome {
     let delivery = take_one(&mut g).await;
     stage.fail(&delivery, Duration::ZERO).await;
     let delivery = take_one(&mut g).await;
-    stage
-        .settle(&delivery, Verdict::Dead { failure: None })
-        .await
-        .unwrap();
+    stage.end(&delivery, Verdict::Dead { failure: None }).await;
     let first = take_one(&mut alarm).await;
     assert_eq!(body(&first)["error"], "attempt 1 failed");
     stage.ack(&first).await;
@@ -214,10 +211,7 @@ pub async fn a_long_error_is_cut_in_the_notice<H: Harness>(harness: H) -> Outcom
     let text = "\u{1}".repeat(60_000);
     let at = stage.now();
     let failure = Some(Failure::new(1, at, FailureKind::Error, text.clone()));
-    stage
-        .settle(&delivery, Verdict::Dead { failure })
-        .await
-        .unwrap();
+    stage.end(&delivery, Verdict::Dead { failure }).await;
     assert_eq!(stage.open_dead_letters().await[0].last_error(), text);
     let mut alarm = stage.consumer("alarm").await;
     let notice = take_one(&mut alarm).await;

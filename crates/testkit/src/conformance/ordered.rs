@@ -78,10 +78,7 @@ pub async fn the_same_key_is_strictly_sequential<H: Harness>(harness: H) -> Outc
         "a dead letter blocks no longer"
     );
     let after = Duration::ZERO;
-    stage
-        .settle(&second, Verdict::Release { after })
-        .await
-        .unwrap();
+    stage.end(&second, Verdict::Release { after }).await;
     let second = take_one(&mut consumer).await;
     assert_eq!(second.record.position, at[1], "a released one stays first");
     nothing(&mut consumer).await;
@@ -112,10 +109,7 @@ pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) -
         let second = take_one(&mut consumer).await;
         assert_eq!(second.record.position, at[1]);
         if round == 2 {
-            stage
-                .settle(&second, Verdict::Release { after })
-                .await
-                .unwrap();
+            stage.end(&second, Verdict::Release { after }).await;
             // Another consumer fetches and has no handler, so the second is known to be ready.
             let none = handling(Vec::new());
             let mut other = stage.consumer_with("ordered", none).await;
@@ -222,10 +216,7 @@ pub async fn random_work_keeps_every_key_in_order<H: Harness>(harness: H) -> Out
                 0 => stage.fail(&delivery, SECOND / 20).await,
                 1 => {
                     let after = Duration::ZERO;
-                    stage
-                        .settle(&delivery, Verdict::Release { after })
-                        .await
-                        .unwrap();
+                    stage.end(&delivery, Verdict::Release { after }).await;
                 }
                 verdict => {
                     if verdict == 2 {

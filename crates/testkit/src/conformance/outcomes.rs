@@ -96,10 +96,7 @@ pub async fn an_event_that_simply_works_leaves_nothing<H: Harness>(harness: H) -
         let mut delivery = take_one(&mut consumer).await;
         if released {
             let after = Duration::ZERO;
-            stage
-                .settle(&delivery, Verdict::Release { after })
-                .await
-                .unwrap();
+            stage.end(&delivery, Verdict::Release { after }).await;
             delivery = take_one(&mut consumer).await;
         }
         stage.ack(&delivery).await;

@@ -41,7 +41,7 @@ pub async fn a_paused_consumer_leaves_the_work_to_others<H: Harness>(harness: H)
     assert_eq!(delivery.record.position, later.position);
     stage.ack(&delivery).await;
     other.close().await.unwrap();
-    // Twice is harmless, and what came meanwhile is there afterwards.
+    // Pausing twice is harmless, and events published meanwhile are delivered afterwards.
     paused.pause().await.unwrap();
     let missed = stage.publish("a.x").await;
     nothing(&mut paused).await;

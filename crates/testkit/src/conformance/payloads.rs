@@ -87,7 +87,7 @@ pub async fn stages_are_kept_by_event_and_stage<H: Harness>(harness: H) -> Outco
     stage.passed()
 }
 
-/// A stage needs its event, and an id is that of one tenant.
+/// A stage needs its event, and an event id belongs to one tenant.
 pub async fn a_stage_needs_its_event<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&PAYLOADS, &STAGES_LAST]).await?;
     let store = payloads(&stage).unwrap();
@@ -101,8 +101,8 @@ pub async fn a_stage_needs_its_event<H: Harness>(harness: H) -> Outcome {
     };
     let (acme, bolt) = (of("acme"), of("bolt"));
     stage.append(acme.clone()).await;
-    let nobody = store.store((&bolt).into(), stored(&stage, "error", 1, "x"));
-    assert_eq!(code(nobody.await), Code::NotFound);
+    let unknown = store.store((&bolt).into(), stored(&stage, "error", 1, "x"));
+    assert_eq!(code(unknown.await), Code::NotFound);
     let without = store.store(acme.id().into(), stored(&stage, "error", 1, "x"));
     assert_eq!(code(without.await), Code::NotFound);
     stage.append(bolt.clone()).await;

@@ -112,14 +112,13 @@ pub async fn what_is_owed_is_not_delivered_twice<H: Harness>(harness: H) -> Outc
     stage.fail(&held[1], 10 * SECOND).await;
     stage.kill(&held[2]).await;
     stage
-        .settle(
+        .end(
             &held[3],
             Verdict::Skip {
                 reason: "not today".into(),
             },
         )
-        .await
-        .unwrap();
+        .await;
     consumer.close().await.unwrap();
     // The fifth is in flight, the sixth was perhaps never claimed.
     let beyond = beyond(at[5], 1000);
@@ -226,10 +225,7 @@ pub async fn a_replayed_event_fails_like_any_other<H: Harness>(harness: H) -> Ou
     let second = take_one(&mut consumer).await;
     assert_eq!((second.attempt, second.failures.len()), (2, 1));
     assert!(second.retried, "it is still a replay");
-    stage
-        .settle(&second, Verdict::Release { after: SECOND })
-        .await
-        .unwrap();
+    stage.end(&second, Verdict::Release { after: SECOND }).await;
     stage.advance(2 * SECOND).await;
     let third = take_one(&mut consumer).await;
     assert_eq!(third.attempt, 2);

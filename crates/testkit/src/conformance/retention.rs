@@ -195,7 +195,7 @@ pub async fn retention_waits_for_those_who_lag<H: Harness>(harness: H) -> Outcom
 /// For random logs, groups and policies: removes exactly the events that are over the limits and that no
 /// group needs.
 #[allow(clippy::print_stderr, reason = "a failure must be reproducible")]
-pub async fn exactly_what_nobody_needs_goes<H: Harness>(make: impl Fn() -> H) -> Outcome {
+pub async fn exactly_what_no_group_needs_goes<H: Harness>(make: impl Fn() -> H) -> Outcome {
     let seeds = match Random::seed_from_env() {
         Some(seed) => vec![seed],
         None => (0..12).collect(),

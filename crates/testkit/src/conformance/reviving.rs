@@ -28,10 +28,7 @@ async fn kill_with<H: Harness>(stage: &Stage<H>, group: &str, error: &str, handl
     let delivery = take_one(&mut consumer).await;
     let failure = Failure::new(1, stage.now(), FailureKind::Error, error);
     let failure = Some(failure.in_handler(handler));
-    stage
-        .settle(&delivery, Verdict::Dead { failure })
-        .await
-        .unwrap();
+    stage.end(&delivery, Verdict::Dead { failure }).await;
     consumer.close().await.unwrap();
 }
 

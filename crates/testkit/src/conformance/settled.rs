@@ -23,26 +23,16 @@ async fn still_waiting(waiting: &mut JoinHandle<everbus_core::Result<SettledOutc
 }
 
 /// An event that no group wants is settled at once; one that does not exist is not found.
-pub async fn an_event_nobody_wants_is_settled<H: Harness>(harness: H) -> Outcome {
+pub async fn an_event_no_group_wants_is_settled<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     let settled = stage.engine().settled().unwrap();
     let alone = stage.publish("a.b").await;
-    let outcome = stage
-        .engine()
-        .settled()
-        .unwrap()
-        .settled(alone.position, DEADLINE)
-        .await;
-    assert_eq!(outcome.unwrap(), SettledOutcome::default());
+    let outcome = stage.settled(alone.position).await;
+    assert_eq!(outcome, SettledOutcome::default());
     stage.declare("orders", &["order.*"]).await;
     let unmatched = stage.publish("user.created").await;
-    let outcome = stage
-        .engine()
-        .settled()
-        .unwrap()
-        .settled(unmatched.position, DEADLINE)
-        .await;
-    assert_eq!(outcome.unwrap(), SettledOutcome::default());
+    let outcome = stage.settled(unmatched.position).await;
+    assert_eq!(outcome, SettledOutcome::default());
     let nowhere = beyond(unmatched.position, 1000);
     let missing = settled.settled(nowhere, DEADLINE).await;
     assert_eq!(code(missing), Code::NotFound);
@@ -54,13 +44,8 @@ pub async fn a_later_group_is_not_waited_for<H: Harness>(harness: H) -> Outcome 
     let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     let appended = stage.publish("a.b").await;
     stage.declare("late", &["*"]).await;
-    let outcome = stage
-        .engine()
-        .settled()
-        .unwrap()
-        .settled(appended.position, DEADLINE)
-        .await;
-    assert_eq!(outcome.unwrap(), SettledOutcome::default());
+    let outcome = stage.settled(appended.position).await;
+    assert_eq!(outcome, SettledOutcome::default());
     stage.passed()
 }
 
@@ -104,10 +89,7 @@ pub async fn skipping_or_removing_the_group_settles<H: Harness>(harness: H) -> O
     let mut consumer = stage.consumer("skips").await;
     let delivery = take_one(&mut consumer).await;
     let reason = "stale".to_string();
-    stage
-        .settle(&delivery, Verdict::Skip { reason })
-        .await
-        .unwrap();
+    stage.end(&delivery, Verdict::Skip { reason }).await;
     still_waiting(&mut waiting).await;
     stage.broker().remove_group(name("goes")).await.unwrap();
     let outcome = tokio::time::timeout(DEADLINE, waiting)
@@ -131,12 +113,7 @@ pub async fn a_wait_that_is_too_long_times_out<H: Harness>(harness: H) -> Outcom
     let mut consumer = stage.consumer("").await;
     let delivery = take_one(&mut consumer).await;
     stage.ack(&delivery).await;
-    let outcome = stage
-        .engine()
-        .settled()
-        .unwrap()
-        .settled(appended.position, DEADLINE)
-        .await;
-    assert_eq!(outcome.unwrap(), SettledOutcome::default());
+    let outcome = stage.settled(appended.position).await;
+    assert_eq!(outcome, SettledOutcome::default());
     stage.passed()
 }

@@ -31,10 +31,7 @@ pub async fn an_acked_event_is_done<H: Harness>(harness: H) -> Outcome {
         .await;
     stage.ack(&got[0]).await;
     let reason = "stale".to_string();
-    stage
-        .settle(&got[1], Verdict::Skip { reason })
-        .await
-        .unwrap();
+    stage.end(&got[1], Verdict::Skip { reason }).await;
     stage.assert_state(a.position, "", EventState::Done).await;
     stage.assert_state(b.position, "", EventState::Done).await;
     stage.advance(LEASE * 3).await;
@@ -194,17 +191,11 @@ pub async fn a_release_is_not_an_attempt<H: Harness>(harness: H) -> Outcome {
         let delivery = take_one(&mut consumer).await;
         assert_eq!((delivery.attempt, delivery.failures.len()), (1, 0));
         let after = Duration::ZERO;
-        stage
-            .settle(&delivery, Verdict::Release { after })
-            .await
-            .unwrap();
+        stage.end(&delivery, Verdict::Release { after }).await;
     }
     let delivery = take_one(&mut consumer).await;
     let after = 4 * SECOND;
-    stage
-        .settle(&delivery, Verdict::Release { after })
-        .await
-        .unwrap();
+    stage.end(&delivery, Verdict::Release { after }).await;
     if let Some(state) = stage.group_state(appended.position, "").await {
         assert_eq!(state.state, EventState::Pending);
         assert_eq!(state.attempts, 0);
@@ -217,10 +208,7 @@ pub async fn a_release_is_not_an_attempt<H: Harness>(harness: H) -> Outcome {
     let delivery = take_one(&mut consumer).await;
     assert_eq!(delivery.attempt, 2);
     let after = Duration::ZERO;
-    stage
-        .settle(&delivery, Verdict::Release { after })
-        .await
-        .unwrap();
+    stage.end(&delivery, Verdict::Release { after }).await;
     let delivery = take_one(&mut consumer).await;
     assert_eq!((delivery.attempt, delivery.failures.len()), (2, 1));
     stage.ack(&delivery).await;

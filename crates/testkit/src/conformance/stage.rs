@@ -10,8 +10,8 @@ use everbus_core::{
     Appended, Broker, Capabilities, Clock, Code, ConsumeOptions, Consumer, DeadLetter,
     DeadLetterFilter, DeadLetters, Delivery, Engine, Event, EventKey, EventState, Failure,
     FailureKind, GroupInfo, GroupName, GroupSpec, GroupState, Log, Lookup, ManualClock,
-    PageRequest, Pattern, Position, Result, Settlement, StartFrom, SubscriptionInfo,
-    SubscriptionSpec, SystemClock, Timestamp, Verdict,
+    PageRequest, Pattern, Position, Result, SettledOutcome, Settlement, StartFrom,
+    SubscriptionInfo, SubscriptionSpec, SystemClock, Timestamp, Verdict,
 };
 
 use super::needs::{CLOCK, Judged, LOOKUP, Need, Offer, STATES};
@@ -281,25 +281,26 @@ impl<H: Harness> Stage<H> {
         answers.into_iter().next().expect("one answer per lease")
     }
 
+    /// Settles one delivery, which must succeed.
+    pub async fn end(&self, delivery: &Delivery, verdict: Verdict) {
+        self.settle(delivery, verdict).await.unwrap();
+    }
+
     /// Acks one delivery, which must succeed.
     pub async fn ack(&self, delivery: &Delivery) {
-        self.settle(delivery, Verdict::Ack).await.unwrap();
+        self.end(delivery, Verdict::Ack).await;
     }
 
     /// Lets one delivery fail, to be tried again after a while.
     pub async fn fail(&self, delivery: &Delivery, after: Duration) {
         let failure = self.failure(delivery);
-        self.settle(delivery, Verdict::Retry { after, failure })
-            .await
-            .unwrap();
+        self.end(delivery, Verdict::Retry { after, failure }).await;
     }
 
     /// Lets one delivery fail for good.
     pub async fn kill(&self, delivery: &Delivery) {
         let failure = Some(self.failure(delivery));
-        self.settle(delivery, Verdict::Dead { failure })
-            .await
-            .unwrap();
+        self.end(delivery, Verdict::Dead { failure }).await;
     }
 
     /// A failure of this delivery's attempt, at this moment.
@@ -335,6 +336,12 @@ impl<H: Harness> Stage<H> {
         let state = of_group.next();
         assert!(of_group.next().is_none(), "one state per group");
         state.expect("a state for every group")
+    }
+
+    /// Waits until an event is settled. Scenarios that use it need [`SETTLED`](super::needs::SETTLED).
+    pub async fn settled(&self, position: Position) -> SettledOutcome {
+        let settled = self.engine().settled().unwrap();
+        settled.settled(position, DEADLINE).await.unwrap()
     }
 
     /// Checks the state of an event in a group, if the engine can say.

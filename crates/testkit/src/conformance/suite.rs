@@ -69,7 +69,7 @@ macro_rules! conformance_tests {
             // conformance: rule-5/key-random: under random verdicts every key is handled in order, and all of it
             ordered::random_work_keeps_every_key_in_order;
             // conformance: bus/settled-none: an event no group wants is settled at once
-            settled::an_event_nobody_wants_is_settled;
+            settled::an_event_no_group_wants_is_settled;
             // conformance: bus/settled-later: settled covers the groups declared when the event was published
             settled::a_later_group_is_not_waited_for;
             // conformance: embedded/publish-awaits: a publisher can wait until every matching group has handled or dead-lettered its event
@@ -122,7 +122,7 @@ macro_rules! conformance_tests {
             groups::an_event_without_a_handler_is_left_to_others;
             // conformance: rule-9/no-handler: a type that no process has a handler for is dead-lettered after a configurable time, never acked by falling through
             // conformance: fault-4/no-handler: an event no process handles becomes a dead letter after a configurable time, never an ack
-            groups::an_event_nobody_handles_is_dead_lettered_in_the_end;
+            groups::an_event_without_a_handler_is_dead_lettered_in_the_end;
             // conformance: embedded/restart: after a restart settled events stay settled and the rest comes again
             restart::a_restart_keeps_everything;
             // conformance: embedded/crash-recovery: events in flight at a crash go back to waiting with their attempt counted
@@ -202,7 +202,7 @@ macro_rules! conformance_tests {
             // conformance: embedded/states: an event has exactly one state in every group
             upkeep::every_event_has_one_state_per_group;
             // conformance: fault-9/retention: retention never removes what a group owes work on, nor a dead letter
-            upkeep::retention_takes_nothing_anyone_needs;
+            upkeep::retention_removes_nothing_that_a_group_needs;
             // conformance: bus/retention: retention by age and length takes the oldest
             upkeep::retention_by_age_and_by_length;
             // conformance: memory/retention-streams: each stream has an age of its own, the first that matches counts
@@ -226,13 +226,13 @@ macro_rules! conformance_tests {
         // conformance: rule-7/exactly: for random logs and policies retention removes exactly the events that are over the limits and that no group needs
         // conformance: memory/retention-preview: a preview foretells what a run does and changes nothing
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn exactly_what_nobody_needs_goes() {
+        async fn exactly_what_no_group_needs_goes() {
             if !$crate::conformance::is_available(&$harness) {
                 return;
             }
             $crate::conformance::run(
-                "retention::exactly_what_nobody_needs_goes",
-                $crate::conformance::retention::exactly_what_nobody_needs_goes(|| $harness),
+                "retention::exactly_what_no_group_needs_goes",
+                $crate::conformance::retention::exactly_what_no_group_needs_goes(|| $harness),
             )
             .await;
         }

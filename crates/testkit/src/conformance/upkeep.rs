@@ -171,7 +171,7 @@ pub async fn every_event_has_one_state_per_group<H: Harness>(harness: H) -> Outc
 
 /// Retention removes events that every group is done with, and none that a group has yet to handle or has as
 /// a dead letter.
-pub async fn retention_takes_nothing_anyone_needs<H: Harness>(harness: H) -> Outcome {
+pub async fn retention_removes_nothing_that_a_group_needs<H: Harness>(harness: H) -> Outcome {
     let needs = [&MAINTENANCE, &LOOKUP, &OWED_IS_KEPT];
     let stage = Stage::open(harness, Time::Virtual, &needs).await?;
     let maintenance = stage.engine().maintenance().unwrap();

@@ -73,7 +73,7 @@ struct Campaign<'a> {
     figures: Figures,
 }
 
-/// Runs the plan against a server. `url` is that of the engine on it, without a proxy. Needs a runtime with
+/// Runs the plan against a server. `url` is the URL of the engine, without a proxy. Needs a runtime with
 /// several threads. Prints the seed at the start and the figures at the end.
 pub async fn campaign(
     subject: &Subject,

@@ -144,11 +144,15 @@ pub trait Server: Send + Sync {
 }
 
 macro_rules! one_node {
-    ($server:ty) => {
+    ($server:ty $(, $proxy_port:ident)?) => {
         impl Server for $server {
             fn ports(&self) -> Vec<u16> {
                 vec![self.port()]
             }
+
+            $(fn proxy_ports(&self) -> Vec<u16> {
+                vec![self.$proxy_port()]
+            })?
 
             fn kill(&self) {
                 self.kill();
@@ -172,32 +176,7 @@ macro_rules! one_node {
 one_node!(Postgres);
 one_node!(Nats);
 one_node!(Redis);
-
-impl Server for Kafka {
-    fn ports(&self) -> Vec<u16> {
-        vec![self.port()]
-    }
-
-    fn proxy_ports(&self) -> Vec<u16> {
-        vec![self.proxy_port()]
-    }
-
-    fn kill(&self) {
-        self.kill();
-    }
-
-    fn restart(&self) {
-        self.restart();
-    }
-
-    fn pause(&self) {
-        self.pause();
-    }
-
-    fn resume(&self) {
-        self.resume();
-    }
-}
+one_node!(Kafka, proxy_port);
 
 /// The nodes of a cluster, one of which fails at a time.
 pub trait Nodes: Send + Sync {
@@ -229,19 +208,19 @@ macro_rules! nodes {
             }
 
             fn kill(&self, n: usize) {
-                self.kill(n);
+                self.node(n).kill();
             }
 
             fn restart(&self, n: usize) {
-                self.restart(n);
+                self.node(n).restart();
             }
 
             fn pause(&self, n: usize) {
-                self.pause(n);
+                self.node(n).pause();
             }
 
             fn resume(&self, n: usize) {
-                self.resume(n);
+                self.node(n).resume();
             }
         }
     };

@@ -29,7 +29,7 @@ const TYPES: [&str; 5] = ["a.x", "a.y", "b.x", "c", "system.note"];
 pub(super) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Runs one random plan and compares the engine with the model throughout. Panics on a difference,
-/// after printing the seed and the last steps. The model is that of one log.
+/// after printing the seed and the last steps. The model has one log.
 pub async fn run_model<H: Harness>(harness: H, seed: u64, steps: usize) -> Outcome {
     let needs = [&ONE_LOG, &LOG, &LOOKUP, &FENCING, &EXACT_ATTEMPTS];
     let stage = Stage::open(harness, Time::Virtual, &needs).await?;

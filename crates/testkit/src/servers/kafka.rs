@@ -313,26 +313,6 @@ impl KafkaCluster {
     pub fn node(&self, n: usize) -> &Kafka {
         &self.nodes[n]
     }
-
-    /// Kills a node (SIGKILL) and waits until it is gone.
-    pub fn kill(&self, n: usize) {
-        self.nodes[n].kill();
-    }
-
-    /// Starts a node again, and waits until it knows the others.
-    pub fn restart(&self, n: usize) {
-        self.nodes[n].restart();
-    }
-
-    /// Stops a node where it is (SIGSTOP).
-    pub fn pause(&self, n: usize) {
-        self.nodes[n].pause();
-    }
-
-    /// Lets a node go on.
-    pub fn resume(&self, n: usize) {
-        self.nodes[n].resume();
-    }
 }
 
 /// Where the server is, and Java; or `None` (said aloud) if one of them cannot be had. Its tests take

@@ -59,26 +59,6 @@ impl NatsCluster {
         &self.nodes[n]
     }
 
-    /// Kills a node (SIGKILL) and waits until it is gone.
-    pub fn kill(&self, n: usize) {
-        self.nodes[n].kill();
-    }
-
-    /// Starts a node again, and waits until it is healthy.
-    pub fn restart(&self, n: usize) {
-        self.nodes[n].restart();
-    }
-
-    /// Stops a node where it is (SIGSTOP).
-    pub fn pause(&self, n: usize) {
-        self.nodes[n].pause();
-    }
-
-    /// Lets a node go on.
-    pub fn resume(&self, n: usize) {
-        self.nodes[n].resume();
-    }
-
     /// The node that leads a stream, once one does.
     pub fn leader_of(&self, stream: &str) -> usize {
         let begin = Instant::now();

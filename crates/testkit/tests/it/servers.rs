@@ -154,9 +154,9 @@ fn three_nats_servers_elect_a_leader() {
     let created = lines.any(|line| line.unwrap().contains("stream_create_response"));
     assert!(created);
     let first = cluster.leader_of("S");
-    cluster.kill(first);
+    cluster.node(first).kill();
     assert!(!listens(cluster.node(first).port()));
-    cluster.restart(first);
+    cluster.node(first).restart();
     assert!(cluster.leader_of("S") < 3);
 }
 

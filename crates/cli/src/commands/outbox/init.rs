@@ -72,7 +72,7 @@ pub(super) async fn run(args: InitArgs, target: &Target, output: &mut Output) ->
     })
 }
 
-/// Prints the SQL for the database that is named, or for that of the broker.
+/// Prints the SQL for the named database, or for the database of the broker.
 fn print_sql(named: Option<&Path>, target: &Target, output: &mut Output) -> Outcome {
     let url = match named {
         Some(path) => super::url_of(path),

@@ -153,8 +153,8 @@ impl Shared {
 
     /// The limit of a payload, unless one is set.
     fn most(&self) -> usize {
-        let objects = self.objects.as_ref().filter(|objects| objects.moves());
-        objects.map_or(TRAVELS, |objects| objects.limit())
+        let objects = self.objects.as_ref();
+        objects.and_then(|o| o.limit()).unwrap_or(TRAVELS)
     }
 
     /// Whether an event may be stored that cannot be moved to the object store: it is made inside a

@@ -227,7 +227,7 @@ async fn effects_of_one_event_are_done_together() {
 
 // conformance: handlers/exactly-once-async-first: what the handler does before it returns the transaction may be slow; other events are published and handled meanwhile.
 #[tokio::test]
-async fn slow_work_before_the_transaction_holds_nobody_up() {
+async fn slow_work_before_the_transaction_blocks_no_other_commit() {
     let (begun, gate) = (
         Arc::new(tokio::sync::Notify::new()),
         Arc::new(tokio::sync::Notify::new()),

@@ -12,9 +12,10 @@ use super::{Shelf, stored};
 use crate::support::{Kind, Lab, on_every_engine};
 
 fn at_once() -> Collect {
-    let mut collect = Collect::default();
-    collect.strays_after = Duration::ZERO;
-    collect
+    Collect {
+        strays_after: Duration::ZERO,
+        ..Collect::default()
+    }
 }
 
 async fn forget_everything(bus: &Bus) {
@@ -56,7 +57,13 @@ async fn an_object_goes_after_its_event() {
             2,
             "removing events deletes no object by itself"
         );
-        let would = bus.collect_objects(&Collect::dry_run()).await.unwrap();
+        let would = bus
+            .collect_objects(&Collect {
+                dry_run: true,
+                ..Collect::default()
+            })
+            .await
+            .unwrap();
         assert_eq!((would.orphans, would.strays, would.bytes), (2, 0, 6004));
         assert_eq!(shelf.files().len(), 2);
         let done = bus.collect_objects(&Collect::default()).await.unwrap();
@@ -220,7 +227,13 @@ async fn an_object_whose_publish_never_committed_is_deleted_after_a_day() {
             std::fs::write(file, "0123456789").unwrap();
             age(file, Duration::from_secs(25 * 3600));
         }
-        let would = bus.collect_objects(&Collect::dry_run()).await.unwrap();
+        let would = bus
+            .collect_objects(&Collect {
+                dry_run: true,
+                ..Collect::default()
+            })
+            .await
+            .unwrap();
         assert_eq!((would.strays, would.bytes, would.kept), (1, 10, 1));
         assert!(old.exists() && cut.exists());
         let done = bus.collect_objects(&Collect::default()).await.unwrap();

@@ -71,8 +71,10 @@ async fn the_large_fields_of_another_sender_are_fetched() {
         assert_eq!(read.event.json::<Value>().unwrap(), whole);
         assert_eq!(encode(&record.event, Dialect::Workflow).unwrap(), document);
         // It is the sender's: nothing here deletes it.
-        let mut all = Collect::default();
-        all.strays_after = Default::default();
+        let all = Collect {
+            strays_after: std::time::Duration::ZERO,
+            ..Collect::default()
+        };
         let collected = bus.collect_objects(&all).await.unwrap();
         assert_eq!((collected.orphans, collected.strays), (0, 0));
         assert!(objects.join(KEY).exists());

@@ -149,8 +149,10 @@ async fn a_publish_that_fails_leaves_an_object_at_most() {
             let orphans = bus.engine().orphans().unwrap();
             let notes = orphans.list().await.unwrap();
             assert_eq!(notes.len(), usize::from(fails), "{notes:?}");
-            let mut at_once = Collect::default();
-            at_once.strays_after = Duration::ZERO;
+            let at_once = Collect {
+                strays_after: Duration::ZERO,
+                ..Collect::default()
+            };
             let done = bus.collect_objects(&at_once).await.unwrap();
             assert_eq!(done.strays, left as u64 - 1);
             assert_eq!(orphans.list().await.unwrap(), []);

@@ -131,8 +131,10 @@ async fn nothing_is_deleted_in_a_place_that_is_only_read() {
         };
         let pruned = bus.maintenance().unwrap().prune(retention).await.unwrap();
         assert_eq!(pruned.kept, 0);
-        let mut at_once = Collect::default();
-        at_once.strays_after = Duration::ZERO;
+        let at_once = Collect {
+            strays_after: Duration::ZERO,
+            ..Collect::default()
+        };
         for _ in 0..2 {
             let collected = bus.collect_objects(&at_once).await.unwrap();
             assert_eq!((collected.strays, collected.kept), (0, 1));
@@ -154,25 +156,26 @@ async fn an_object_is_inspected() {
     let record = stored(&bus, id).await;
     let reference = record.event.overflow().unwrap();
     let object = shelf.objects().join(&reference.key);
+    let inspect = async |deep| {
+        let all = std::slice::from_ref(reference);
+        let mut found = objects.inspect(all, deep).await;
+        found.remove(0).unwrap()
+    };
     for deep in [false, true] {
-        assert_eq!(objects.inspect(reference, deep).await.unwrap(), None);
+        assert_eq!(inspect(deep).await, None);
     }
     std::fs::write(&object, "y".repeat(3002)).unwrap();
-    let found = objects
-        .inspect_all(std::slice::from_ref(reference), false)
-        .await;
-    assert_eq!(found.into_iter().next().unwrap().unwrap(), None);
-    let deep = objects.inspect(reference, true).await.unwrap();
+    assert_eq!(inspect(false).await, None);
+    let deep = inspect(true).await;
     assert_eq!(
         deep.as_deref(),
         Some("its content is not what was put there")
     );
     std::fs::write(&object, "y").unwrap();
-    let short = objects.inspect(reference, false).await.unwrap();
+    let short = inspect(false).await;
     assert_eq!(short.as_deref(), Some("it has 1 bytes instead of 3002"));
     std::fs::remove_file(&object).unwrap();
     for deep in [false, true] {
-        let gone = objects.inspect(reference, deep).await.unwrap();
-        assert_eq!(gone.as_deref(), Some("it is missing"));
+        assert_eq!(inspect(deep).await.as_deref(), Some("it is missing"));
     }
 }

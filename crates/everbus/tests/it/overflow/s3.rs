@@ -160,8 +160,10 @@ async fn with_a_server() {
         ..Retention::default()
     };
     bus.maintenance().unwrap().prune(everything).await.unwrap();
-    let mut collect = Collect::default();
-    collect.strays_after = Duration::ZERO;
+    let collect = Collect {
+        strays_after: Duration::ZERO,
+        ..Collect::default()
+    };
     let collected = bus.collect_objects(&collect).await.unwrap();
     assert_eq!((collected.orphans, collected.strays), (1, 0));
     let error = bus.whole(&found).await.unwrap_err();

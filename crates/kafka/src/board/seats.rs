@@ -1,0 +1,120 @@
+//! The consumers of a group in this process, and which events they take.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use everbus_core::{ConsumeOptions, Event, Pattern, Window};
+
+use super::{Board, Row, RowId, State};
+
+/// A consumer.
+pub(crate) struct Seat {
+    pub(super) handled: Arc<[Pattern]>,
+    pub(super) prefetch: usize,
+    pub(super) paused: bool,
+    pub(super) lease: Duration,
+    pub(super) no_handler_after: Duration,
+    pub(super) window: Window,
+    pub(super) held: usize,
+}
+
+impl Seat {
+    fn new(options: ConsumeOptions) -> Self {
+        Self {
+            paused: options.prefetch == 0,
+            handled: options.handled.into(),
+            prefetch: options.prefetch,
+            lease: options.lease,
+            no_handler_after: options.no_handler_after,
+            window: Window::new(options.concurrency),
+            held: 0,
+        }
+    }
+
+    /// Whether it has a handler for an event. A record that cannot be read needs none: it is dead-lettered.
+    pub(super) fn takes(&self, row: &Row) -> bool {
+        let event_type = row.record.event.event_type();
+        let handles = |pattern: &Pattern| pattern.matches(event_type);
+        row.foreign.is_some() || self.handled.iter().any(handles)
+    }
+}
+
+impl Board {
+    pub(crate) fn sit(&mut self, seat: u64, options: ConsumeOptions) {
+        self.seats.insert(seat, Seat::new(options));
+        self.handlers_changed();
+    }
+
+    pub(crate) fn stand_up(&mut self, seat: u64) {
+        self.seats.remove(&seat);
+    }
+
+    pub(crate) fn has_seats(&self) -> bool {
+        !self.seats.is_empty()
+    }
+
+    pub(crate) fn set_handled(&mut self, seat: u64, handled: Vec<Pattern>) {
+        if let Some(seat) = self.seats.get_mut(&seat) {
+            seat.handled = handled.into();
+        }
+        self.handlers_changed();
+    }
+
+    pub(crate) fn set_prefetch(&mut self, seat: u64, prefetch: usize) {
+        if let Some(seat) = self.seats.get_mut(&seat) {
+            seat.paused = prefetch == 0;
+            seat.prefetch = prefetch;
+        }
+    }
+
+    /// The length of a consumer's leases.
+    pub(crate) fn lease(&self, seat: u64) -> Duration {
+        self.seats
+            .get(&seat)
+            .map_or(Duration::ZERO, |seat| seat.lease)
+    }
+
+    /// Events that were set aside are looked at again.
+    fn handlers_changed(&mut self) {
+        for (id, _) in std::mem::take(&mut self.aside) {
+            self.set_ready(id);
+        }
+    }
+
+    /// Skips events that no attempt has begun at and that no subscription matches any more.
+    pub(crate) fn refilter(&mut self, wanted: impl Fn(&Event) -> bool) {
+        let mut unwanted = Vec::new();
+        for (slot, part) in &self.parts {
+            let fresh = part.rows.iter().filter(|(_, row)| {
+                let held = matches!(row.state, State::Held { .. });
+                let foreign = row.foreign.is_some();
+                row.attempts == 0 && !held && !foreign && !wanted(&row.record.event)
+            });
+            unwanted.extend(fresh.map(|(place, _)| (*slot, *place)));
+        }
+        for id in unwanted {
+            self.finish(id);
+        }
+    }
+
+    /// Events that no consumer here has had a handler for, for too long. They are held from now on.
+    pub(crate) fn orphans(&mut self, now: Instant, token: impl Fn() -> u64) -> Vec<(RowId, u64)> {
+        let after = self.seats.values().map(|seat| seat.no_handler_after).min();
+        let Some(after) = after else {
+            return Vec::new();
+        };
+        let old = self
+            .aside
+            .iter()
+            .filter(|(_, since)| now.saturating_duration_since(**since) >= after);
+        let old: Vec<RowId> = old.map(|(id, _)| *id).collect();
+        old.into_iter()
+            .map(|id| {
+                let token = token();
+                self.hold(id, 0, token, false);
+                self.hand_over(id, Duration::from_secs(60), now);
+                (id, token)
+            })
+            .collect()
+    }
+}
