@@ -14,7 +14,7 @@ const LEAD: f64 = 4.0;
 /// run time of the handlers.
 const NEGLIGIBLE: f64 = 0.02;
 
-/// How long the first outcomes are taken to have needed: when their handlers began is not known.
+/// How long the first outcomes are taken to have needed if it is not known when their handlers began.
 const FIRST: Duration = Duration::from_millis(250);
 
 /// Limits how many deliveries of a consumer may have begun without being settled.
@@ -56,6 +56,12 @@ impl Window {
             None => usize::MAX,
             Some(concurrency) => concurrency.max(1).saturating_add(self.ahead),
         }
+    }
+
+    /// Records that deliveries were handed out to a consumer that held none: the time before does not count as time
+    /// that their handlers need.
+    pub fn began(&mut self, now: Instant) {
+        self.settled_at = Some(now);
     }
 
     /// Records that deliveries were settled, and how long a step of the engine takes: the time from an
@@ -102,6 +108,17 @@ mod tests {
         assert_eq!(window.size(), 3);
         settle(&mut window, &mut at, 1, 5, 200 * STEP);
         assert_eq!(window.size(), 3);
+    }
+
+    #[test]
+    fn the_time_without_events_does_not_make_handlers_slow() {
+        let (mut window, mut at) = (Window::new(Some(16)), Instant::now());
+        for _ in 0..2 {
+            at += Duration::from_secs(3600);
+            window.began(at);
+            settle(&mut window, &mut at, 16, 1, STEP);
+            assert!(window.size() > 32, "{}", window.size());
+        }
     }
 
     // conformance: operations/attempts-bounded: slow handlers that end together are no quick ones

@@ -3,23 +3,26 @@
 //! Calls that wait at the same time share a transaction: one commit makes all of them durable. A call that
 //! must be refused is found out before anything is written.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
-use everbus_core::{
-    Appended, Class, Code, Error, Event, EventId, Position, Recorded, Result, Timestamp,
-};
+use everbus_core::{Appended, Class, Code, Error, Event, EventId, Recorded, Result, Timestamp};
+use parking_lot::Mutex;
 use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use crate::Postgres;
-use crate::pool::{Sql, transaction};
-use crate::rows::{AFTER_RECORD, NewRow, RECORD, Stored, get, get_seq};
+use crate::insert::{Ids, insert, insert_new};
+use crate::pool::{Role, Sql, transaction};
+use crate::rows::{AFTER_RECORD, RECORD, Stored, get};
 
 /// At most this many events and bytes share a transaction.
 const MOST_EVENTS: usize = 2000;
 const MOST_BYTES: usize = 4 << 20;
 /// Transactions that run at the same time: while one waits for the disk, the next is computed.
 const WRITERS: usize = 3;
+/// So long ids are looked up after one was published again.
+const LATELY: Duration = Duration::from_secs(60);
 
 type Answers = Result<Vec<Result<Appended>>>;
 
@@ -27,6 +30,20 @@ type Answers = Result<Vec<Result<Appended>>>;
 pub(crate) struct Job {
     events: Vec<Event>,
     reply: oneshot::Sender<Answers>,
+}
+
+/// When an id was last published again.
+#[derive(Default)]
+pub(crate) struct Repeats(Mutex<Option<Instant>>);
+
+impl Repeats {
+    fn saw_one(&self) {
+        *self.0.lock() = Some(Instant::now());
+    }
+
+    fn were_lately(&self) -> bool {
+        self.0.lock().is_some_and(|at| at.elapsed() < LATELY)
+    }
 }
 
 /// The queue of waiting calls.
@@ -85,7 +102,6 @@ impl Postgres {
                 self.append_shared(vec![job]).await;
             }
         }
-        self.bell.ring();
     }
 
     /// Appends and answers. Calls that failed because of one of them come back without an answer.
@@ -100,6 +116,7 @@ impl Postgres {
         };
         match appended {
             Ok(all) => {
+                self.bell.ring();
                 for (answers, reply) in all.into_iter().zip(replies) {
                     let _ = reply.send(answers.map(|a| a.into_iter().map(Ok).collect()));
                 }
@@ -109,6 +126,8 @@ impl Postgres {
                 return Some(jobs.map(|(events, reply)| Job { events, reply }).collect());
             }
             Err(error) => {
+                // They may be stored nevertheless.
+                self.bell.ring();
                 for reply in replies {
                     let _ = reply.send(Err(error.clone()));
                 }
@@ -119,32 +138,41 @@ impl Postgres {
 
     /// Appends events whose ids are all new, with a single statement that is its own transaction: that is the
     /// usual case. `None`: nothing was done, since an id is taken, or an event needs more than its row.
+    ///
+    /// Usually the unique index alone finds an id that is taken. The refused statement leaves a gap in the numbers and
+    /// rows to clean up, so after one refusal ids are looked up first for a while.
     async fn append_new(&self, batches: &[&[Event]]) -> Result<Option<Vec<Vec<Appended>>>> {
         let events: Vec<&Event> = batches.iter().flat_map(|batch| batch.iter()).collect();
-        let mut ids = std::collections::HashSet::with_capacity(events.len());
-        for event in &events {
-            if event.overflow().is_some() || !ids.insert(key_of(event)) {
+        if events.iter().any(|event| event.overflow().is_some()) {
+            return Ok(None);
+        }
+        let ids = if self.repeats.were_lately() {
+            let mut seen = HashSet::with_capacity(events.len());
+            if !events.iter().all(|event| seen.insert(key_of(event))) {
                 return Ok(None);
             }
-        }
-        let conn = self.pool.get().await?;
+            Ids::LookedUp
+        } else {
+            Ids::Unseen
+        };
+        let conn = self.pool.get_for(Role::Append).await?;
         let names = events.iter().map(|e| e.type_arc());
         let types = self.types.intern(&*conn, names, true).await?;
-        let times = vec![self.micros(); events.len()];
-        let inserted = match insert_as(&*conn, &events, &types, &times, ALL_NEW).await {
+        let inserted = match insert_new(&conn, &events, &types, self.micros(), ids).await {
             Ok(inserted) => inserted,
-            // Another transaction stored one of the ids at the same moment.
-            Err(error) if error.code() == Code::Busy => return Ok(None),
+            // An id is taken, or another transaction stored it at the same moment.
+            Err(error) if error.code() == Code::Busy => None,
             // Without an answer it is unknown whether it was committed.
             Err(error) if error.code() == Code::Unavailable => {
                 return Err(error.with_unknown_outcome());
             }
             Err(error) => return Err(error),
         };
-        if inserted.len() < events.len() {
+        let Some(inserted) = inserted else {
+            self.repeats.saw_one();
             return Ok(None);
-        }
-        let mut appended = inserted.into_iter().map(|(_, appended)| appended);
+        };
+        let mut appended = inserted.into_iter();
         let lengths = batches.iter().map(|batch| batch.len());
         Ok(Some(
             lengths
@@ -187,7 +215,7 @@ pub(crate) fn is_of_one(error: &Error) -> bool {
 }
 
 /// The texts of an event that have a column of their own.
-fn texts(event: &Event) -> [Option<&str>; 5] {
+pub(crate) fn texts(event: &Event) -> [Option<&str>; 5] {
     let attributes = event.attributes();
     let entity = attributes.and_then(|a| a.entity.as_ref());
     [
@@ -224,9 +252,9 @@ pub(crate) fn conflict(error: Error) -> Error {
 }
 
 /// The identity of an event: ids are unique per tenant.
-type Key<'a> = (EventId, &'a str);
+pub(crate) type Key<'a> = (EventId, &'a str);
 
-fn key_of(event: &Event) -> Key<'_> {
+pub(crate) fn key_of(event: &Event) -> Key<'_> {
     (event.id(), event.tenant().unwrap_or_default())
 }
 
@@ -352,163 +380,6 @@ async fn with_ids(
         .zip(stored)
         .map(|(tenant, stored)| Ok((tenant?, stored)));
     found.collect()
-}
-
-/// Inserts events only if all their ids are free. One that is taken at the same moment fails the statement.
-const ALL_NEW: &str =
-    "WHERE NOT EXISTS (SELECT 1 FROM unnest($7::uuid[], $8::text[]) AS y (id, tenant)
-                 JOIN everbus.log k ON k.id = y.id AND k.tenant = y.tenant)
-               ORDER BY x.place";
-/// Inserts events whose ids are free. An id that is taken is left out before it takes a number; only one that
-/// is taken at the same moment leaves a gap.
-const THE_NEW: &str =
-    "WHERE NOT EXISTS (SELECT 1 FROM everbus.log k WHERE k.id = x.id AND k.tenant = x.tenant)
-               ORDER BY x.place ON CONFLICT (id, hashtextextended(tenant, 0)) DO NOTHING";
-
-/// Inserts events whose ids are free, each with its time of receipt, and returns those.
-pub(crate) async fn insert<'e>(
-    db: &impl Sql,
-    events: &[&'e Event],
-    types: &HashMap<Arc<str>, i32>,
-    received_at: &[i64],
-) -> Result<Vec<(&'e Event, Appended)>> {
-    insert_as(db, events, types, received_at, THE_NEW).await
-}
-
-async fn insert_as<'e>(
-    db: &impl Sql,
-    events: &[&'e Event],
-    types: &HashMap<Arc<str>, i32>,
-    received_at: &[i64],
-    which: &str,
-) -> Result<Vec<(&'e Event, Appended)>> {
-    let mut columns = Columns::with_capacity(events.len());
-    let mut times = Vec::with_capacity(events.len());
-    let mut ids = std::collections::HashSet::with_capacity(events.len());
-    for (event, at) in events.iter().zip(received_at) {
-        // A repetition in the batch would take a number and leave a gap.
-        if ids.insert(key_of(event)) {
-            columns.push(event, types)?;
-            times.push(*at);
-        }
-    }
-    // The last time of receipt is never undercut, whatever the clock does.
-    let sql = format!(
-        "INSERT INTO everbus.log (received_at, occurred_at, expires_at, type, version, checksum, id,
-                 tenant, app, entity_type, entity_id, address, attrs, payload)
-               SELECT greatest(x.received_at, (SELECT l.received_at FROM everbus.log l ORDER BY l.seq DESC LIMIT 1)),
-                 x.occurred_at, x.expires_at, x.type, x.version, x.checksum, x.id, x.tenant, x.app,
-                 x.entity_type, x.entity_id, x.address, x.attrs, x.payload
-               FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::integer[], $5::bigint[], $6::integer[],
-                 $7::uuid[], $8::text[], $9::text[], $10::text[], $11::text[], $12::text[], $13::text[],
-                 $14::bytea[]) WITH ORDINALITY AS x (received_at, occurred_at, expires_at, type, version, checksum, id,
-                 tenant, app, entity_type, entity_id, address, attrs, payload, place)
-               {which} RETURNING seq, received_at, id, tenant"
-    );
-    let c = &columns;
-    let rows = db
-        .query(
-            "publishing",
-            &sql,
-            &[
-                &times,
-                &c.occurred_at,
-                &c.expires_at,
-                &c.types,
-                &c.versions,
-                &c.checksums,
-                &c.ids,
-                &c.tenants,
-                &c.apps,
-                &c.entity_types,
-                &c.entity_ids,
-                &c.addresses,
-                &c.attrs,
-                &c.payloads,
-            ],
-        )
-        .await?;
-    // Rows come in the order of the batch, with gaps where an id was taken.
-    let mut rest = events.iter();
-    let mut inserted = Vec::with_capacity(rows.len());
-    for row in &rows {
-        let (id, tenant): (uuid::Uuid, &str) = (get(row, 2)?, get(row, 3)?);
-        let key = (EventId::from(id), tenant);
-        let event = rest.find(|event| key_of(event) == key);
-        let Some(event) = event else {
-            return Err(Error::new(
-                Code::Internal,
-                "an event was stored that no caller sent",
-            ));
-        };
-        let position = Position::seq(get_seq(row, 0)?);
-        let received_at = Timestamp::from_micros(get(row, 1)?);
-        inserted.push((*event, Appended::new(event.id(), position, received_at)));
-    }
-    Ok(inserted)
-}
-
-/// New rows of the log, column by column.
-struct Columns<'a> {
-    occurred_at: Vec<i64>,
-    expires_at: Vec<Option<i64>>,
-    types: Vec<i32>,
-    versions: Vec<i64>,
-    checksums: Vec<i32>,
-    ids: Vec<uuid::Uuid>,
-    tenants: Vec<&'a str>,
-    apps: Vec<Option<&'a str>>,
-    entity_types: Vec<Option<&'a str>>,
-    entity_ids: Vec<Option<&'a str>>,
-    addresses: Vec<Option<&'a str>>,
-    attrs: Vec<Option<String>>,
-    payloads: Vec<&'a [u8]>,
-}
-
-impl<'a> Columns<'a> {
-    fn with_capacity(n: usize) -> Self {
-        Self {
-            occurred_at: Vec::with_capacity(n),
-            expires_at: Vec::with_capacity(n),
-            types: Vec::with_capacity(n),
-            versions: Vec::with_capacity(n),
-            checksums: Vec::with_capacity(n),
-            ids: Vec::with_capacity(n),
-            tenants: Vec::with_capacity(n),
-            apps: Vec::with_capacity(n),
-            entity_types: Vec::with_capacity(n),
-            entity_ids: Vec::with_capacity(n),
-            addresses: Vec::with_capacity(n),
-            attrs: Vec::with_capacity(n),
-            payloads: Vec::with_capacity(n),
-        }
-    }
-
-    fn push(&mut self, event: &'a Event, types: &HashMap<Arc<str>, i32>) -> Result<()> {
-        let row = NewRow::of(event)?;
-        let attributes = event.attributes();
-        check_texts(event)?;
-        let [tenant, app, entity_type, entity_id, address] = texts(event);
-        let type_id = types
-            .get(event.type_arc())
-            .copied()
-            .ok_or_else(|| Error::new(Code::Internal, "an event type has no number"))?;
-        self.occurred_at.push(event.occurred_at().as_micros());
-        let expires = attributes.and_then(|a| a.expires_at);
-        self.expires_at.push(expires.map(Timestamp::as_micros));
-        self.types.push(type_id);
-        self.versions.push(i64::from(event.version()));
-        self.checksums.push(row.checksum);
-        self.ids.push(event.id().as_uuid());
-        self.tenants.push(tenant.unwrap_or_default());
-        self.apps.push(app);
-        self.entity_types.push(entity_type);
-        self.entity_ids.push(entity_id);
-        self.addresses.push(address);
-        self.attrs.push(row.attrs);
-        self.payloads.push(event.payload());
-        Ok(())
-    }
 }
 
 /// Checks which of several sets of events could be appended: one answer per set.

@@ -50,6 +50,7 @@ mod groups;
 mod history;
 mod horizon;
 mod inbox;
+mod insert;
 mod inspect;
 mod kv;
 mod leases;
@@ -112,6 +113,7 @@ pub(crate) struct Postgres {
     pub(crate) durability: Grade,
     pub(crate) closed: AtomicBool,
     appends: append::Queue,
+    repeats: append::Repeats,
     settlements: settle::Queue,
     /// Effects that may run at the same time.
     effects: Semaphore,
@@ -179,6 +181,7 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
         durability,
         closed: AtomicBool::new(false),
         appends,
+        repeats: append::Repeats::default(),
         settlements,
         effects: Semaphore::new((target.pool_size / 2).max(1)),
         session: OnceLock::new(),

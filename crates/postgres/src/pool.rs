@@ -50,24 +50,12 @@ pub(crate) trait Sql: Sync {
         sql: &str,
         params: Params<'_>,
     ) -> impl Future<Output = Result<Vec<Row>>> + Send {
-        async move {
-            let run = async {
-                let sql = self.kept().named(sql);
-                let types = || params.iter().map(|p| p.sql_type());
-                match self.kept().statement(self.client(), &sql, types).await? {
-                    Some(statement) => {
-                        let values: Vec<_> = params.iter().map(|p| p.sql()).collect();
-                        self.client().query(&statement, &values).await
-                    }
-                    None => {
-                        let values: Vec<_> =
-                            params.iter().map(|p| (p.sql(), p.sql_type())).collect();
-                        self.client().query_typed(&sql, &values).await
-                    }
-                }
-            };
-            self.kept().answer(doing, run).await
-        }
+        query_with(
+            self.client(),
+            self.kept(),
+            Plans::Custom,
+            (doing, sql, params),
+        )
     }
 
     /// Changes rows, and returns how many.
@@ -79,6 +67,7 @@ pub(crate) trait Sql: Sync {
     ) -> impl Future<Output = Result<u64>> + Send {
         async move {
             let run = async {
+                self.kept().plan(self.client(), Plans::Custom).await?;
                 let sql = self.kept().named(sql);
                 let types = || params.iter().map(|p| p.sql_type());
                 match self.kept().statement(self.client(), &sql, types).await? {
@@ -132,6 +121,31 @@ pub(crate) trait Sql: Sync {
     }
 }
 
+/// Reads all rows: what is done, the statement and its values.
+async fn query_with(
+    client: &Client,
+    kept: &Kept,
+    plans: Plans,
+    (doing, sql, params): (&str, &str, Params<'_>),
+) -> Result<Vec<Row>> {
+    let run = async {
+        kept.plan(client, plans).await?;
+        let sql = kept.named(sql);
+        let types = || params.iter().map(|p| p.sql_type());
+        match kept.statement(client, &sql, types).await? {
+            Some(statement) => {
+                let values: Vec<_> = params.iter().map(|p| p.sql()).collect();
+                client.query(&statement, &values).await
+            }
+            None => {
+                let values: Vec<_> = params.iter().map(|p| (p.sql(), p.sql_type())).collect();
+                client.query_typed(&sql, &values).await
+            }
+        }
+    };
+    kept.answer(doing, run).await
+}
+
 /// What a connection keeps beside the client.
 pub(crate) struct Kept {
     schema: Arc<str>,
@@ -140,6 +154,8 @@ pub(crate) struct Kept {
     statements: Option<Mutex<HashMap<Box<str>, Statement>>>,
     /// An answer did not come, so that the next answer might be that one, or the server takes no writes any more.
     broken: AtomicBool,
+    /// The session keeps plans.
+    keeps_plans: AtomicBool,
     /// Statements of a handler ran on it, which may have left settings, roles or locks.
     lent_out: AtomicBool,
 }
@@ -154,7 +170,30 @@ const CLEAN: &str = "CLOSE ALL; SET SESSION AUTHORIZATION DEFAULT; RESET ALL; UN
 const SETTINGS: &str = "SET plan_cache_mode = force_custom_plan;
     SET default_transaction_isolation = 'read committed'";
 
+/// How the server plans the statements of a session.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Plans {
+    /// Each time, with the values and the sizes of that time.
+    Custom,
+    /// Once. For the statements of every event, whose plans depend on no size.
+    Kept,
+}
+
+const MAKE_PLANS: &str = "SET plan_cache_mode = force_custom_plan";
+const KEEP_PLANS: &str = "SET plan_cache_mode = force_generic_plan";
+
 impl Kept {
+    /// Makes the session plan like this. Outside of transactions: one that is rolled back would undo it.
+    async fn plan(&self, client: &Client, plans: Plans) -> Result<(), tokio_postgres::Error> {
+        let keep = plans == Plans::Kept;
+        if self.statements.is_none() || self.keeps_plans.swap(keep, Ordering::Relaxed) == keep {
+            return Ok(());
+        }
+        client
+            .batch_execute(if keep { KEEP_PLANS } else { MAKE_PLANS })
+            .await
+    }
+
     /// The statement with the name of the schema. Statements are written for the schema `everbus`.
     fn named<'a>(&self, sql: &'a str) -> std::borrow::Cow<'a, str> {
         if &*self.schema == "everbus" {
@@ -212,10 +251,20 @@ pub(crate) fn in_schema(sql: &str, schema: &str) -> String {
     sql.replace("everbus.", &format!("{schema}."))
 }
 
+/// What connections are used for, so that the plans of each use are made on few of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Role {
+    Any,
+    Append,
+    Claim,
+    Ack,
+}
+
 /// A connection.
 pub(crate) struct Conn {
     client: Client,
     kept: Kept,
+    role: Role,
 }
 
 impl Conn {
@@ -223,11 +272,13 @@ impl Conn {
         let statements = (!target.pooled).then(Mutex::default);
         Self {
             client,
+            role: Role::Any,
             kept: Kept {
                 schema: target.schema.as_str().into(),
                 patience,
                 statements,
                 broken: AtomicBool::new(false),
+                keeps_plans: AtomicBool::new(false),
                 lent_out: AtomicBool::new(false),
             },
         }
@@ -236,6 +287,8 @@ impl Conn {
     /// Begins a transaction. Each statement sees what was committed before it, whatever the default of the
     /// database is: after a lock or the horizon, the next statement must see the events up to there.
     pub(crate) async fn begin(&mut self, doing: &str) -> Result<Tx<'_>> {
+        let planned = self.kept.plan(&self.client, Plans::Custom);
+        self.kept.answer(doing, planned).await?;
         let begun = self.client.build_transaction();
         let begun = begun.isolation_level(IsolationLevel::ReadCommitted).start();
         let inner = self.kept.answer(doing, begun).await?;
@@ -245,10 +298,22 @@ impl Conn {
         })
     }
 
+    /// As [`query`](Sql::query), with a plan that the session keeps: see [`Plans::Kept`].
+    pub(crate) async fn query_planned(
+        &self,
+        doing: &str,
+        sql: &str,
+        params: Params<'_>,
+    ) -> Result<Vec<Row>> {
+        let asked = (doing, sql, params);
+        query_with(&self.client, &self.kept, Plans::Kept, asked).await
+    }
+
     /// Undoes what statements of an effect may have left.
     async fn clean(&self) -> Result<()> {
         let doing = "cleaning a connection";
         self.batch(doing, CLEAN).await?;
+        self.kept.keeps_plans.store(false, Ordering::Relaxed);
         self.batch(doing, SETTINGS).await
     }
 
@@ -326,7 +391,7 @@ impl Sql for Tx<'_> {
 pub(crate) async fn connect(
     target: &Target,
     patience: Duration,
-) -> Result<(Conn, tokio::sync::mpsc::UnboundedReceiver<()>)> {
+) -> Result<(Conn, tokio::sync::mpsc::UnboundedReceiver<i32>)> {
     let doing = "connecting";
     let (notified, notifications) = tokio::sync::mpsc::unbounded_channel();
     let connecting = async {
@@ -363,10 +428,10 @@ pub(crate) async fn connect(
     Ok((conn, notifications))
 }
 
-/// Reads the messages of a connection until it ends. Each notification is passed on.
+/// Reads the messages of a connection until it ends. Of each notification it passes on whose process sent it.
 fn drive<S, T>(
     mut connection: tokio_postgres::Connection<S, T>,
-    notified: tokio::sync::mpsc::UnboundedSender<()>,
+    notified: tokio::sync::mpsc::UnboundedSender<i32>,
 ) where
     S: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
     T: tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin + Send + 'static,
@@ -375,8 +440,8 @@ fn drive<S, T>(
         loop {
             let message = std::future::poll_fn(|cx| connection.poll_message(cx)).await;
             match message {
-                Some(Ok(tokio_postgres::AsyncMessage::Notification(_))) => {
-                    let _ = notified.send(());
+                Some(Ok(tokio_postgres::AsyncMessage::Notification(news))) => {
+                    let _ = notified.send(news.process_id());
                 }
                 Some(Ok(_)) => {}
                 Some(Err(_)) | None => return,
@@ -414,6 +479,11 @@ impl Pool {
 
     /// A connection. While the server is not there, it waits and tries again.
     pub(crate) async fn get(&self) -> Result<Pooled> {
+        self.get_for(Role::Any).await
+    }
+
+    /// A connection, if possible one that was used for the same before.
+    pub(crate) async fn get_for(&self, role: Role) -> Result<Pooled> {
         let began = Instant::now();
         let waiting = self.places.clone().acquire_owned();
         let place = tokio::time::timeout(self.patience, waiting).await;
@@ -423,8 +493,7 @@ impl Pool {
             Err(_) => return Err(too_slow("waiting for a free connection", self.patience)),
         };
         loop {
-            let idle = self.idle.lock().pop();
-            match idle {
+            match self.take_idle(role) {
                 Some(conn) if conn.is_usable() => return Ok(self.lend(conn, place)),
                 Some(_) => {}
                 None => break,
@@ -436,8 +505,9 @@ impl Pool {
                 return Err(Error::shutdown());
             }
             match connect(&self.target, self.patience).await {
-                Ok((conn, _)) => {
+                Ok((mut conn, _)) => {
                     self.found_primary.store(true, Ordering::Relaxed);
+                    conn.role = role;
                     return Ok(self.lend(conn, place));
                 }
                 Err(error) => {
@@ -451,6 +521,21 @@ impl Pool {
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
+    }
+
+    /// The idle connection that was used last for this, or for anything. Else the one that was idle for longest.
+    fn take_idle(&self, role: Role) -> Option<Conn> {
+        let mut idle = self.idle.lock();
+        let last = |wanted: Role| idle.iter().rposition(|conn| conn.role == wanted);
+        let chosen = last(role).or_else(|| last(Role::Any));
+        if idle.is_empty() {
+            return None;
+        }
+        let mut conn = idle.remove(chosen.unwrap_or(0));
+        if role != Role::Any {
+            conn.role = role;
+        }
+        Some(conn)
     }
 
     /// A pool that had a primary waits for the next one while there are only replicas.

@@ -187,7 +187,12 @@ impl Types {
         let mut missing: Vec<&str> = Vec::new();
         {
             let known = self.known.read();
+            let mut last = None;
             for name in names {
+                // The events of a batch often have the same type.
+                if last.replace(name) == Some(name) {
+                    continue;
+                }
                 match known.by_name.get(name) {
                     Some(id) => _ = found.insert(name.clone(), *id),
                     None if !missing.contains(&&**name) => missing.push(name),

@@ -34,6 +34,8 @@ struct Seat {
     prefetch: usize,
     window: Window,
     held: usize,
+    /// It asked for events and had no room.
+    starved: bool,
     /// Settled since the last update of the window, and how long a settlement and a look for events took.
     settled: usize,
     step: Duration,
@@ -70,6 +72,7 @@ impl Seats {
             prefetch: options.prefetch,
             window: Window::new(options.concurrency),
             held: 0,
+            starved: false,
             settled: 0,
             step: Duration::ZERO,
             look: Duration::ZERO,
@@ -132,10 +135,23 @@ impl Seats {
             seat.window.settled(seat.settled, Instant::now(), step);
             seat.settled = 0;
         }
-        seat.window
-            .size()
-            .min(seat.prefetch)
-            .saturating_sub(seat.held)
+        let most = seat.window.size().min(seat.prefetch);
+        let room = most.saturating_sub(seat.held);
+        seat.starved = room == 0;
+        room
+    }
+
+    /// When the first lease of a consumer ends.
+    pub(crate) fn next_end(&self, id: u64) -> Option<i64> {
+        let inner = self.0.lock();
+        let own = inner.held.values().filter(|(seat, _)| *seat == id);
+        own.map(|(_, until)| *until).min()
+    }
+
+    /// Whether a consumer waits for a settlement to be handed more.
+    pub(crate) fn wait_for_settlements(&self) -> bool {
+        let inner = self.0.lock();
+        inner.isolating.is_some() || inner.seats.values().any(|seat| seat.starved)
     }
 
     pub(crate) fn took(&self, id: u64, deliveries: &[Delivery], until: i64) {
@@ -144,6 +160,9 @@ impl Seats {
             inner.held.insert(key_of(&delivery.lease), (id, until));
         }
         if let Some(seat) = inner.seats.get_mut(&id) {
+            if seat.held == 0 && seat.settled == 0 && !deliveries.is_empty() {
+                seat.window.began(Instant::now());
+            }
             seat.held += deliveries.len();
         }
     }

@@ -25,8 +25,10 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Wakes consumers and readers that wait for events, here and in other engines.
 #[derive(Default)]
 pub(crate) struct Bell {
-    /// Tasks of this engine that wait for events, settlements or the log to grow.
+    /// Tasks of this engine that wait for events or for the log to grow.
     pub(crate) here: Notify,
+    /// Tasks of this engine that wait for settlements.
+    pub(crate) settled: Notify,
     /// Another engine has yet to be told.
     pending: AtomicBool,
     /// Wakes the session.
@@ -45,6 +47,11 @@ impl Bell {
     /// Something changed that only this engine waits for.
     pub(crate) fn ring_here(&self) {
         self.here.notify_waiters();
+    }
+
+    /// Events were settled here.
+    pub(crate) fn ring_settled(&self) {
+        self.settled.notify_waiters();
     }
 }
 
@@ -208,9 +215,14 @@ async fn serve_pooled(engine: &Postgres) {
     if engine.bell.pending.swap(false, Ordering::AcqRel)
         && let Ok(conn) = engine.pool.get().await
     {
-        let sql = "SELECT pg_notify($1, '')";
-        let _ = conn.query("waking others", sql, &[&engine.channel()]).await;
+        let _ = conn.batch("waking others", &wake(&engine.channel())).await;
     }
+}
+
+/// Tells all sessions that something changed. Nothing is lost with the news, so its commit does not wait for the disk,
+/// and does not keep the commits of events waiting there. Two statements in one message are one transaction.
+fn wake(channel: &str) -> String {
+    format!("SET LOCAL synchronous_commit = off; NOTIFY {channel}")
 }
 
 /// Connects, listens, and takes the lock of the owner again. `false`: the lock is still held by the session
@@ -218,7 +230,7 @@ async fn serve_pooled(engine: &Postgres) {
 async fn begin(
     engine: &Postgres,
     owner: &AtomicI64,
-) -> Result<(Conn, mpsc::UnboundedReceiver<()>, bool)> {
+) -> Result<(Conn, mpsc::UnboundedReceiver<i32>, bool)> {
     let Some(target) = engine.pool.target().session() else {
         return Err(Error::new(Code::Internal, "there is no session"));
     };
@@ -255,7 +267,7 @@ async fn register(engine: &Postgres, conn: &Conn, owner: i64) -> Result<bool> {
 async fn serve(
     engine: &Weak<Postgres>,
     conn: &Conn,
-    (mut notifications, mut registered): (mpsc::UnboundedReceiver<()>, bool),
+    (mut notifications, mut registered): (mpsc::UnboundedReceiver<i32>, bool),
     requests: &mut mpsc::UnboundedReceiver<Request>,
     owner: &AtomicI64,
 ) -> Result<()> {
@@ -265,7 +277,11 @@ async fn serve(
     let (poll, channel) = (strong.options.poll, strong.channel());
     let bell = strong.bell.clone();
     drop(strong);
-    let notify = format!("NOTIFY {channel}");
+    let own = conn
+        .one("listening", "SELECT pg_backend_pid()", &[])
+        .await?;
+    let own: i32 = get(&own, 0)?;
+    let wake = wake(&channel);
     let mut again = tokio::time::interval(LONGEST_PAUSE);
     loop {
         tokio::select! {
@@ -276,15 +292,21 @@ async fn serve(
             }
             () = bell.session.notified() => {
                 if bell.pending.swap(false, Ordering::AcqRel) {
-                    conn.batch("waking others", &notify).await?;
+                    conn.batch("waking others", &wake).await?;
                 }
             }
             notified = notifications.recv() => {
                 if notified.is_none() {
                     return Err(Error::new(Code::Unavailable, "the connection was closed"));
                 }
-                while notifications.try_recv().is_ok() {}
-                bell.here.notify_waiters();
+                // Those here were woken before this session told the others.
+                let mut others = notified != Some(own);
+                while let Ok(from) = notifications.try_recv() {
+                    others |= from != own;
+                }
+                if others {
+                    bell.here.notify_waiters();
+                }
             }
             request = requests.recv() => {
                 let Some(strong) = engine.upgrade() else { return Ok(()) };

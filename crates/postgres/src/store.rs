@@ -15,7 +15,7 @@ use everbus_core::{
 use tokio_postgres::Row;
 
 use crate::Postgres;
-use crate::append::insert;
+use crate::insert::insert;
 use crate::payloads::{store_stage, tenant_of};
 use crate::pool::{Params, Sql, transaction};
 use crate::rows::{get, read_failures, seq_from, to_sql, write_failures};

@@ -67,11 +67,19 @@ impl Postgres {
 
     async fn wait_settled(&self, position: Position) -> Result<SettledOutcome> {
         loop {
-            let changed = self.bell.here.notified();
+            let mut changed = std::pin::pin!(self.bell.here.notified());
+            let mut settled = std::pin::pin!(self.bell.settled.notified());
+            // Registered before the look, so that no ring between the two is lost.
+            changed.as_mut().enable();
+            settled.as_mut().enable();
             if let Some(outcome) = self.outcome(position).await? {
                 return Ok(outcome);
             }
-            let _ = tokio::time::timeout(POLL, changed).await;
+            tokio::select! {
+                () = changed => {}
+                () = settled => {}
+                () = tokio::time::sleep(POLL) => {}
+            }
         }
     }
 }

@@ -69,17 +69,21 @@ impl Postgres {
                 return Ok(Looked::default());
             }
         }
+        if room == 0 {
+            // Whatever there is, it waits for a settlement or for the end of a lease here.
+            return Ok(Looked {
+                next: self.seats.next_end(asking.seat),
+                ..Looked::default()
+            });
+        }
         let began = Instant::now();
         let isolating = self.seats.isolating().is_some();
-        if room > 0
-            && !isolating
-            && let Some(looked) = self.claim_quickly(asking, &patterns, room).await?
-        {
+        if !isolating && let Some(looked) = self.claim_quickly(asking, &patterns, room).await? {
             self.seats.looked(asking.seat, began.elapsed());
             return Ok(looked);
         }
         let peek = self.peek(asking, &patterns, now.as_micros()).await?;
-        if !peek.work || room == 0 {
+        if !peek.work {
             return Ok(Looked {
                 next: peek.next,
                 ..Looked::default()

@@ -6,7 +6,7 @@ use super::fresh::{MOST_BYTES, MOST_PIECES};
 use super::{Asking, LAZY, Looked, lease, new_token};
 use crate::Postgres;
 use crate::groups;
-use crate::pool::{Params, Sql as _};
+use crate::pool::{Params, Role};
 use crate::rows::{AFTER_RECORD, get, to_sql};
 
 /// What the function has done, in its words.
@@ -26,7 +26,7 @@ impl Postgres {
         room: usize,
     ) -> Result<Option<Looked>> {
         let now = self.now();
-        let conn = self.conn().await?;
+        let conn = self.pool.get_for(Role::Claim).await?;
         let group = self.groups.get(&*conn, asking.group).await?;
         if group.ordered {
             return Ok(None);
@@ -63,7 +63,7 @@ impl Postgres {
         ];
         let sql = "SELECT * FROM everbus.claim_new($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14,
                      $15, $16, $17)";
-        let rows = match conn.query("claiming", sql, values).await {
+        let rows = match conn.query_planned("claiming", sql, values).await {
             Ok(rows) => rows,
             // Another transaction was in the way.
             Err(error) if error.code() == Code::Busy => return Ok(None),

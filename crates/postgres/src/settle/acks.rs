@@ -6,7 +6,7 @@ use everbus_core::{Code, Result, Settlement, Verdict};
 
 use super::parts;
 use crate::Postgres;
-use crate::pool::{Params, Sql as _};
+use crate::pool::{Params, Role};
 use crate::ranges::Ranges;
 use crate::rows::get;
 
@@ -44,10 +44,10 @@ impl Postgres {
             .collect();
         let (at, owner) = (self.micros(), self.session().owner());
         let sql = "SELECT everbus.ack($1, $2, $3, $4, $5)";
-        let conn = self.pool.get().await?;
+        let conn = self.pool.get_for(Role::Ack).await?;
         let values: Params<'_> = &[&tokens, &groups, &acked, &at, &owner];
-        let written: Vec<i64> = match conn.one("settling", sql, values).await {
-            Ok(row) => get(&row, 0)?,
+        let written: Vec<i64> = match conn.query_planned("settling", sql, values).await {
+            Ok(rows) => rows.first().map_or(Ok(Vec::new()), |row| get(row, 0))?,
             // Another transaction was in the way.
             Err(error) if error.code() == Code::Busy => Vec::new(),
             // Without an answer it is unknown whether it was committed.

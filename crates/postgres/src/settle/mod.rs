@@ -131,15 +131,19 @@ impl Postgres {
             }
         }
         let mut failed: HashMap<usize, Error> = HashMap::new();
+        // Acks of first attempts only: nothing but the room for more has changed.
+        let mut plain = alone.is_empty();
         if !together.is_empty() {
             let settlements: Vec<&Settlement> = together.iter().map(|(_, s)| *s).collect();
             match self.settle_or_part(&settlements).await {
-                Ok(results) => {
+                Ok((results, only_acks)) => {
+                    plain &= only_acks;
                     for (((at, index), _), result) in together.iter().zip(results) {
                         answers[*at][*index] = Some(result);
                     }
                 }
                 Err(error) => {
+                    plain = false;
                     for ((at, _), _) in &together {
                         failed.insert(*at, error.clone());
                     }
@@ -173,7 +177,10 @@ impl Postgres {
             }
             let _ = job.reply.send(answer);
         }
-        self.bell.ring_here();
+        self.bell.ring_settled();
+        if !plain || self.seats.wait_for_settlements() {
+            self.bell.ring_here();
+        }
     }
 
     /// Applies a settlement with an effect. Effects leave half of the connections to everything else.
@@ -183,11 +190,12 @@ impl Postgres {
         results.pop().unwrap_or(Ok(()))
     }
 
-    /// Applies settlements: plain acks of first attempts together, then the others.
-    async fn settle_or_part(&self, settlements: &[&Settlement]) -> Result<Vec<Result<()>>> {
+    /// Applies settlements: plain acks of first attempts together, then the others. Returns whether there were
+    /// none of those.
+    async fn settle_or_part(&self, settlements: &[&Settlement]) -> Result<(Vec<Result<()>>, bool)> {
         let written = self.write_acks(settlements).await?;
         if written.iter().all(|written| *written) {
-            return Ok(settlements.iter().map(|_| Ok(())).collect());
+            return Ok((settlements.iter().map(|_| Ok(())).collect(), true));
         }
         let rest = settlements.iter().zip(&written);
         let rest: Vec<&Settlement> = rest.filter(|(_, w)| !**w).map(|(s, _)| *s).collect();
@@ -206,7 +214,7 @@ impl Postgres {
             }
             results.next().unwrap_or_else(|| Err(unanswered()))
         };
-        Ok(written.into_iter().map(answer).collect())
+        Ok((written.into_iter().map(answer).collect(), false))
     }
 
     /// Applies settlements in one transaction. If one of them cannot be applied the others are, in smaller

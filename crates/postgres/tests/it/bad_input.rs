@@ -101,18 +101,20 @@ async fn an_earlier_version_is_updated() {
     let configured = server.sql_at(&url, settings);
     // Their plans look dear, so that the server would compile them for each call.
     assert_eq!(configured.matches("jit=off").count(), 2, "{configured}");
-    // The first version had another body and other settings.
-    server.sql_at(
-        &url,
-        "UPDATE everbus.meta SET value = '1' WHERE key = 'schema_version';
-         ALTER FUNCTION everbus.ack RESET jit;
-         UPDATE pg_proc SET prosrc = 'BEGIN END' WHERE proname = 'claim_new'",
-    );
-    let engine = everbus_postgres::open(&url, brief()).await.unwrap();
-    engine.broker.close().await.unwrap();
-    assert_eq!(server.sql_at(&url, version), newest);
-    assert_eq!(server.sql_at(&url, claim), function);
-    assert_eq!(server.sql_at(&url, settings), configured);
+    // Earlier versions had another body, the first also other settings.
+    for earlier in ["1", "3"] {
+        let forge = format!(
+            "UPDATE everbus.meta SET value = '{earlier}' WHERE key = 'schema_version';
+             ALTER FUNCTION everbus.ack RESET jit;
+             UPDATE pg_proc SET prosrc = 'BEGIN END' WHERE proname = 'claim_new'"
+        );
+        server.sql_at(&url, &forge);
+        let engine = everbus_postgres::open(&url, brief()).await.unwrap();
+        engine.broker.close().await.unwrap();
+        assert_eq!(server.sql_at(&url, version), newest, "from {earlier}");
+        assert_eq!(server.sql_at(&url, claim), function, "from {earlier}");
+        assert_eq!(server.sql_at(&url, settings), configured, "from {earlier}");
+    }
 }
 
 // conformance: engines/postgres-bad-input: a wrong password is told as such

@@ -7,6 +7,7 @@
     reason = "tests"
 )]
 
+mod append;
 mod bad_input;
 mod bounds;
 mod conformance;

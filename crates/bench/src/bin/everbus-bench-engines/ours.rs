@@ -94,12 +94,12 @@ async fn count(bus: &Bus, lasting: bool) -> Outcome<Arc<AtomicU64>> {
     Ok(handled)
 }
 
-/// Waits until everything was handled and every settlement is durable.
+/// Waits until everything was handled and every settlement is durable: only then the bus counts an event as handled.
 async fn finished(bus: &Bus, handled: &AtomicU64, events: usize) -> Outcome<()> {
-    while handled.load(Ordering::Relaxed) < events as u64 {
+    let durable = || -> u64 { bus.stats().groups.values().map(|g| g.handled).sum() };
+    while handled.load(Ordering::Relaxed) < events as u64 || durable() < events as u64 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    settled(bus).await?;
     let handled = handled.load(Ordering::Relaxed);
     if handled == events as u64 {
         return Ok(());
