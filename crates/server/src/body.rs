@@ -1,56 +1,36 @@
 //! Reading bodies and queries within their limits.
 
+use std::borrow::Cow;
 use std::io::Read as _;
 use std::time::Duration;
 
-use axum::body::{Body, BodyDataStream};
+use axum::body::{Body, BodyDataStream, HttpBody as _};
 use axum::extract::{FromRequest, FromRequestParts, Query, Request};
 use bytes::{Bytes, BytesMut};
 use everbus_core::suggest::nearest;
 use futures_util::StreamExt as _;
+use http::request::Parts;
 use http::{HeaderMap, StatusCode, header};
-use serde::de::DeserializeOwned;
+use serde::de::{Deserialize, DeserializeOwned};
 
 use crate::options::Limits;
 use crate::problem::Problem;
 use crate::state::AppState;
+use crate::timer::ConnectionTimer;
 
 /// Of a body that is too large at most this much is read and thrown away,
 const DISCARDED: usize = 32 << 20;
 /// for at most this long.
 const DISCARDING: Duration = Duration::from_secs(2);
 
-/// The body of a request, decompressed, and its content type.
-pub(crate) struct Received {
-    pub(crate) headers: HeaderMap,
-    pub(crate) bytes: Bytes,
-}
-
-impl Received {
-    /// The content type without parameters, in lower case.
-    pub(crate) fn essence(&self) -> String {
-        essence(&self.headers)
-    }
-}
-
 /// The content type without parameters, in lower case.
-pub(crate) fn essence(headers: &HeaderMap) -> String {
+pub(crate) fn essence(headers: &HeaderMap) -> Cow<'_, str> {
     let kind = headers.get(header::CONTENT_TYPE);
     let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
-    let essence = kind.split(';').next().unwrap_or_default();
-    essence.trim().to_ascii_lowercase()
-}
-
-impl FromRequest<AppState> for Received {
-    type Rejection = Problem;
-
-    async fn from_request(request: Request, state: &AppState) -> Result<Self, Problem> {
-        let (parts, body) = request.into_parts();
-        let bytes = read(body, &parts.headers, &state.options().limits).await?;
-        Ok(Self {
-            headers: parts.headers,
-            bytes,
-        })
+    let essence = kind.split(';').next().unwrap_or_default().trim();
+    match essence.bytes().any(|b| b.is_ascii_uppercase()) {
+        true => Cow::Owned(essence.to_ascii_lowercase()),
+        false => Cow::Borrowed(essence),
     }
 }
 
@@ -61,12 +41,13 @@ impl<T: DeserializeOwned> FromRequest<AppState> for Input<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, state: &AppState) -> Result<Self, Problem> {
-        let received = Received::from_request(request, state).await?;
-        if received.bytes.is_empty() {
+        let (parts, body) = request.into_parts();
+        let bytes = read(body, &parts, &state.options().limits).await?;
+        if bytes.is_empty() {
             return from_json(b"{}").map(Self);
         }
-        match received.essence().as_str() {
-            "application/json" => from_json(&received.bytes).map(Self),
+        match &*essence(&parts.headers) {
+            "application/json" => from_json(&bytes).map(Self),
             other => Err(unsupported(other, "application/json")),
         }
     }
@@ -88,8 +69,8 @@ impl<T: DeserializeOwned> FromRequest<AppState> for SmallInput<T> {
             decoded_body: SMALL,
             ..state.options().limits.clone()
         };
-        let bytes = read(body, &parts.headers, &limits).await?;
-        match essence(&parts.headers).as_str() {
+        let bytes = read(body, &parts, &limits).await?;
+        match &*essence(&parts.headers) {
             "application/json" => from_json(&bytes).map(Self),
             other => Err(unsupported(other, "application/json")),
         }
@@ -116,7 +97,7 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Params<T> {
 }
 
 /// Reads JSON; the error says where.
-pub(crate) fn from_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
+pub(crate) fn from_json<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Problem> {
     serde_json::from_slice(bytes)
         .map_err(|e| Problem::bad_request(format!("the body cannot be read: {e}")))
 }
@@ -138,34 +119,11 @@ pub(crate) fn unsupported(given: &str, wanted: &str) -> Problem {
     .hint(hint)
 }
 
-async fn read(body: Body, headers: &HeaderMap, limits: &Limits) -> Result<Bytes, Problem> {
-    let length = headers.get(header::CONTENT_LENGTH);
-    let length: Option<usize> = length.and_then(|l| l.to_str().ok()?.parse().ok());
-    let mut stream = body.into_data_stream();
-    if length.is_some_and(|length| length > limits.body) {
-        discard(stream).await;
-        return Err(too_large(limits.body));
-    }
-    let mut bytes = BytesMut::with_capacity(length.unwrap_or(0));
-    let deadline = tokio::time::Instant::now() + limits.body_timeout;
-    loop {
-        match tokio::time::timeout_at(deadline, stream.next()).await {
-            Ok(None) => break,
-            Ok(Some(Ok(data))) if bytes.len() + data.len() > limits.body => {
-                discard(stream).await;
-                return Err(too_large(limits.body));
-            }
-            Ok(Some(Ok(data))) => bytes.extend_from_slice(&data),
-            Ok(Some(Err(_))) => return Err(Problem::bad_request("the body ended early")),
-            Err(_) => {
-                let what = "the body did not arrive in time";
-                let status = StatusCode::REQUEST_TIMEOUT;
-                return Err(Problem::new(status, "BodyTimeout", what));
-            }
-        }
-    }
-    let bytes = bytes.freeze();
-    let encoding = headers.get(header::CONTENT_ENCODING);
+/// Reads a body, and decompresses it.
+pub(crate) async fn read(body: Body, request: &Parts, limits: &Limits) -> Result<Bytes, Problem> {
+    let timer = timer_of(request, limits);
+    let bytes = as_sent(body, &timer, limits).await?;
+    let encoding = request.headers.get(header::CONTENT_ENCODING);
     match encoding.map(http::HeaderValue::as_bytes) {
         None | Some(b"" | b"identity") => Ok(bytes),
         Some(b"gzip" | b"x-gzip") => gunzip(bytes, limits.decoded_body).await,
@@ -176,6 +134,53 @@ async fn read(body: Body, headers: &HeaderMap, limits: &Limits) -> Result<Bytes,
         )
         .hint("send gzip, or no Content-Encoding")),
     }
+}
+
+/// The timer of the connection of a request.
+pub(crate) fn timer_of(request: &Parts, limits: &Limits) -> ConnectionTimer {
+    let timer = request.extensions.get::<ConnectionTimer>();
+    timer
+        .cloned()
+        .unwrap_or_else(|| ConnectionTimer::new(limits.body_timeout))
+}
+
+async fn as_sent(body: Body, timer: &ConnectionTimer, limits: &Limits) -> Result<Bytes, Problem> {
+    let length = body.size_hint().exact();
+    let length = length.map(|length| usize::try_from(length).unwrap_or(usize::MAX));
+    let mut stream = body.into_data_stream();
+    if length.is_some_and(|length| length > limits.body) {
+        discard(stream).await;
+        return Err(too_large(limits.body));
+    }
+    let mut bytes = BytesMut::new();
+    let deadline = tokio::time::Instant::now() + limits.body_timeout;
+    loop {
+        match timer.before(deadline, stream.next()).await {
+            Some(None) => break,
+            Some(Some(Ok(data))) if bytes.len() + data.len() > limits.body => {
+                discard(stream).await;
+                return Err(too_large(limits.body));
+            }
+            // Small bodies come in one piece, which is not copied.
+            Some(Some(Ok(data))) if Some(data.len()) == length => return Ok(data),
+            Some(Some(Ok(data))) => {
+                if bytes.is_empty() {
+                    bytes.reserve(length.unwrap_or(0));
+                }
+                bytes.extend_from_slice(&data);
+                if Some(bytes.len()) == length {
+                    break;
+                }
+            }
+            Some(Some(Err(_))) => return Err(Problem::bad_request("the body ended early")),
+            None => {
+                let what = "the body did not arrive in time";
+                let status = StatusCode::REQUEST_TIMEOUT;
+                return Err(Problem::new(status, "BodyTimeout", what));
+            }
+        }
+    }
+    Ok(bytes.freeze())
 }
 
 /// Reads on for a moment without keeping anything: a connection that is closed with unread data is reset, and the

@@ -25,6 +25,7 @@ mod server;
 mod sse;
 mod state;
 mod tasks;
+mod timer;
 mod ws;
 
 pub use crate::metrics::Metrics;

@@ -8,7 +8,7 @@ use axum::Router;
 use axum::body::Body;
 use everbus::{Code, Error, Result};
 use hyper::server::conn::http1;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
 use hyper_util::service::TowerToHyperService;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -21,6 +21,7 @@ use tokio_rustls::TlsAcceptor;
 use crate::guard::Peer;
 use crate::options::Tls;
 use crate::state::AppState;
+use crate::timer::ConnectionTimer;
 
 /// The headers of a request, all together, have at most this many bytes.
 const HEADER_BYTES: usize = 64 * 1024;
@@ -91,14 +92,18 @@ async fn converse<S>(stream: S, peer: Peer, router: Router, state: &AppState)
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
+    let header_timeout = state.options().limits.header_timeout;
+    let timer = ConnectionTimer::new(header_timeout);
+    let of_requests = timer.clone();
     let service = tower::service_fn(move |mut request: http::Request<hyper::body::Incoming>| {
         request.extensions_mut().insert(peer);
+        request.extensions_mut().insert(of_requests.clone());
         let mut router = router.clone();
         tower::Service::call(&mut router, request.map(Body::new))
     });
     let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(state.options().limits.header_timeout)
+        .timer(timer)
+        .header_read_timeout(header_timeout)
         .max_buf_size(HEADER_BYTES)
         .serve_connection(TokioIo::new(stream), TowerToHyperService::new(service))
         .with_upgrades();

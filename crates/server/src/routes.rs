@@ -2,6 +2,8 @@
 //! and the security tests are made from the list. The scope is checked here, before a handler runs, so that no
 //! handler can forget it.
 
+use std::sync::Arc;
+
 use axum::Router;
 use axum::extract::{FromRequestParts, Request, State};
 use axum::handler::Handler;
@@ -10,6 +12,7 @@ use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::{MethodFilter, MethodRouter, on};
 use everbus::audit::{Operator, with_operator};
 use http::Method;
+use http::request::Parts;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
 use tracing::field::Empty;
 use tracing::{Instrument as _, Span};
@@ -177,22 +180,30 @@ pub(crate) fn router(state: &AppState, routes: Vec<Route>) -> Router<AppState> {
     let mut router = Router::new();
     for route in routes {
         let listed = route.listed;
-        let check = from_fn_with_state((state.clone(), listed.clone()), check);
-        router = router.route(listed.path, route.handler.layer(check));
+        let path = listed.path;
+        let checked = Arc::new(Checked {
+            state: state.clone(),
+            route: listed,
+        });
+        let check = from_fn_with_state(checked, check);
+        router = router.route(path, route.handler.layer(check));
     }
     router
 }
 
+/// What the check of a route needs.
+struct Checked {
+    state: AppState,
+    route: Listed,
+}
+
 /// Runs a request of the API in a span of its own.
-async fn check(
-    State((state, route)): State<(AppState, Listed)>,
-    request: Request,
-    next: Next,
-) -> Response {
-    let span = span(&route, &request);
-    let response = checked(state, route, request, next)
-        .instrument(span.clone())
-        .await;
+async fn check(State(to): State<Arc<Checked>>, request: Request, next: Next) -> Response {
+    let span = span(&to.route, &request);
+    if span.is_disabled() {
+        return checked(&to, request, next).await;
+    }
+    let response = checked(&to, request, next).instrument(span.clone()).await;
     let status = response.status();
     span.record("http.response.status_code", u64::from(status.as_u16()));
     if status.is_server_error() {
@@ -225,30 +236,31 @@ fn span(route: &Listed, request: &Request) -> Span {
 }
 
 /// Finds out who calls, compares with what the route asks, and runs the handler in the name of the caller.
-async fn checked(state: AppState, route: Listed, mut request: Request, next: Next) -> Response {
+async fn checked(to: &Checked, request: Request, next: Next) -> Response {
+    let Checked { state, route } = to;
     let (scope, is_page) = match route.access {
         Access::Public => return next.run(request).await,
         Access::Scope(scope) => (scope, false),
         Access::Page(scope) => (scope, true),
     };
-    let peer = request.extensions().get::<Peer>().copied();
-    // A body cannot be shared between threads, so the request itself does not live across the wait.
-    let headers = request.headers().clone();
-    let caller = match Caller::of(&state, &headers, peer).await {
+    // A body cannot be shared between threads, so only the rest of the request is borrowed across the wait.
+    let (mut parts, body) = request.into_parts();
+    let peer = parts.extensions.get::<Peer>().copied();
+    let caller = match Caller::of(state, &parts.headers, peer).await {
         Ok(caller) => caller,
         Err(problem) if is_page && problem.status() == http::StatusCode::UNAUTHORIZED => {
-            return to_login(&request);
+            return to_login(&parts);
         }
         Err(problem) => {
             // Guessing tokens is limited like any other request.
-            let limited = peer.map(|peer| state.rates().take(&peer.unnamed()));
+            let limited = peer.map(|peer| state.rates().take(|| peer.unnamed()));
             return match limited {
                 Some(Err(limited)) => limited.into_response(),
                 _ => problem.into_response(),
             };
         }
     };
-    if let Err(problem) = state.rates().take(caller.identity()) {
+    if let Err(problem) = state.rates().take(|| caller.identity()) {
         return problem.into_response();
     }
     if !caller.may(scope) {
@@ -260,13 +272,14 @@ async fn checked(state: AppState, route: Listed, mut request: Request, next: Nex
         return Problem::forbidden(what).into_response();
     }
     let operator = Operator::new(caller.actor());
-    request.extensions_mut().insert(caller);
+    parts.extensions.insert(caller);
+    let request = Request::from_parts(parts, body);
     with_operator(operator, next.run(request)).await
 }
 
-fn to_login(request: &Request) -> Response {
-    if request.method() == Method::GET {
-        let wanted = request.uri().path_and_query().map_or("/", |p| p.as_str());
+fn to_login(request: &Parts) -> Response {
+    if request.method == Method::GET {
+        let wanted = request.uri.path_and_query().map_or("/", |p| p.as_str());
         let next = crate::api::percent_encoded(wanted);
         return Redirect::to(&format!("/login?next={next}")).into_response();
     }

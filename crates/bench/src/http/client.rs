@@ -2,16 +2,22 @@
 
 use std::net::SocketAddr;
 
+use bytes::BytesMut;
 use everbus_core::Result;
+use memchr::memmem;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use crate::failed;
 use crate::sample::wrong;
 
+const LENGTH: &[u8] = b"content-length:";
+/// Bytes that are read at once, at first.
+const ROOM: usize = 8 * 1024;
+
 pub(super) struct Client {
     pub(super) stream: TcpStream,
-    pub(super) bytes: Vec<u8>,
+    pub(super) bytes: BytesMut,
 }
 
 /// A request, ready to be sent.
@@ -31,12 +37,12 @@ impl Client {
         stream.set_nodelay(true).map_err(failed)?;
         Ok(Self {
             stream,
-            bytes: Vec::new(),
+            bytes: BytesMut::with_capacity(ROOM),
         })
     }
 
     /// Sends a request, which must be answered with this status. Returns the body.
-    pub(super) async fn expect(&mut self, request: &[u8], status: u16) -> Result<Vec<u8>> {
+    pub(super) async fn expect(&mut self, request: &[u8], status: u16) -> Result<BytesMut> {
         self.stream.write_all(request).await.map_err(failed)?;
         let (got, body) = self.answer().await?;
         match got == status {
@@ -49,36 +55,38 @@ impl Client {
     }
 
     /// Gets a page.
-    pub(super) async fn get(&mut self, path: &str) -> Result<Vec<u8>> {
+    pub(super) async fn get(&mut self, path: &str) -> Result<BytesMut> {
         self.expect(&request("GET", path, "text/plain", b""), 200)
             .await
     }
 
     /// The head of the next answer.
-    pub(super) async fn head(&mut self) -> Result<String> {
+    pub(super) async fn head(&mut self) -> Result<BytesMut> {
         let end = loop {
-            let found = self.bytes.windows(4).position(|w| w == b"\r\n\r\n");
-            if let Some(end) = found {
+            if let Some(end) = memmem::find(&self.bytes, b"\r\n\r\n") {
                 break end;
             }
             self.more().await?;
         };
-        let head = String::from_utf8_lossy(&self.bytes[..end]).to_ascii_lowercase();
-        self.bytes.drain(..end + 4);
-        Ok(head)
+        Ok(self.bytes.split_to(end + 4))
     }
 
-    async fn answer(&mut self) -> Result<(u16, Vec<u8>)> {
+    async fn answer(&mut self) -> Result<(u16, BytesMut)> {
         let head = self.head().await?;
-        let status = head.get(9..12).and_then(|status| status.parse().ok());
-        let status = status.ok_or_else(|| wrong(format!("not an answer: {head}")))?;
-        let length = head.split("\r\ncontent-length: ").nth(1);
-        let length = length.and_then(|text| text.lines().next()?.trim().parse().ok());
-        let length: usize = length.ok_or_else(|| wrong(format!("no length: {head}")))?;
+        let wrong = |what: &str| wrong(format!("{what}: {}", String::from_utf8_lossy(&head)));
+        let number = |digits: &[u8]| std::str::from_utf8(digits).ok()?.trim().parse().ok();
+        let status = head.get(9..12).and_then(number);
+        let status = status.ok_or_else(|| wrong("not an answer"))?;
+        let status = u16::try_from(status).map_err(|_| wrong("not an answer"))?;
+        let length = head[..].split(|b| *b == b'\n').find_map(|line| {
+            let (name, value) = line.split_at_checked(LENGTH.len())?;
+            name.eq_ignore_ascii_case(LENGTH).then(|| number(value))?
+        });
+        let length: usize = length.ok_or_else(|| wrong("no length"))?;
         while self.bytes.len() < length {
             self.more().await?;
         }
-        Ok((status, self.bytes.drain(..length).collect()))
+        Ok((status, self.bytes.split_to(length)))
     }
 
     /// Reads what has come.

@@ -3,8 +3,10 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use bytes::BytesMut;
 use everbus::Bus;
 use everbus_core::Result;
+use memchr::memmem;
 use tokio::io::AsyncWriteExt as _;
 use tokio::time::MissedTickBehavior;
 
@@ -89,7 +91,8 @@ async fn connect(address: SocketAddr) -> Result<Client> {
         .await
         .map_err(failed)?;
     let head = client.head().await?;
-    if !head.starts_with("http/1.1 101 ") {
+    if !head.starts_with(b"HTTP/1.1 101 ") {
+        let head = String::from_utf8_lossy(&head);
         return Err(wrong(format!("no WebSocket: {head}")));
     }
     // A text frame with a mask of zeros.
@@ -106,7 +109,7 @@ async fn connect(address: SocketAddr) -> Result<Client> {
 }
 
 /// The payload of the next frame. The server does not split messages, and sends no mask.
-async fn frame_of(client: &mut Client) -> Result<Vec<u8>> {
+async fn frame_of(client: &mut Client) -> Result<BytesMut> {
     loop {
         let bytes = &client.bytes;
         let size = match bytes.get(1) {
@@ -124,9 +127,8 @@ async fn frame_of(client: &mut Client) -> Result<Vec<u8>> {
         };
         match size {
             Some((head, length)) if bytes.len() >= head + length => {
-                let payload = bytes[head..head + length].to_vec();
-                client.bytes.drain(..head + length);
-                return Ok(payload);
+                let mut frame = client.bytes.split_to(head + length);
+                return Ok(frame.split_off(head));
             }
             _ => client.more().await?,
         }
@@ -137,13 +139,14 @@ async fn frame_of(client: &mut Client) -> Result<Vec<u8>> {
 async fn receive(mut client: Client, events: u64, sent: Moments) -> Result<Vec<Duration>> {
     const MARK: &[u8] = br#""n":""#;
     const DIGITS: usize = 10;
+    let mark = memmem::Finder::new(MARK);
     let mut late = Vec::new();
     let mut expected = 0;
     while expected < events {
         let message = frame_of(&mut client).await?;
         let now = Moments::now();
         let mut rest = &message[..];
-        while let Some(at) = rest.windows(MARK.len()).position(|w| w == MARK) {
+        while let Some(at) = mark.find(rest) {
             let (from, upto) = (at + MARK.len(), at + MARK.len() + DIGITS);
             let number = rest
                 .get(from..upto)

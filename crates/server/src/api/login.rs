@@ -71,13 +71,13 @@ async fn begin(
     SmallInput(login): SmallInput<Login>,
 ) -> Result<Response, Problem> {
     if let Some(Extension(peer)) = peer {
-        state.rates().take(&peer.unnamed())?;
+        state.rates().take(|| peer.unnamed())?;
     }
     let cookie = session::begin(&state, login.token.trim()).await?;
     let token = state.tokens().find(login.token.trim()).await?;
     match (cookie, token) {
         (Some(cookie), Some(token)) => {
-            let session = Session::of(&Caller::with(token, true));
+            let session = Session::of(&Caller::with(token, None, true));
             let mut response = Answer(session).into_response();
             response.headers_mut().insert(header::SET_COOKIE, cookie);
             Ok(response)

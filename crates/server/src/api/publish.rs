@@ -1,10 +1,11 @@
 //! `POST /v1/events`: one event, a batch, or a stream of lines; native, CloudEvents, or another dialect.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use axum::body::{Body, BodyDataStream};
-use axum::extract::{FromRequest as _, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use bytes::{Bytes, BytesMut};
 use everbus::dialects::workflow::MOVED;
@@ -12,18 +13,20 @@ use everbus::dialects::{self, cloudevents};
 use everbus::{
     Attributes, Class, Code, Dialect, Entity, Error, Event, EventId, Receipt, Timestamp,
 };
-use futures_util::StreamExt as _;
+use futures_util::{FutureExt as _, StreamExt as _};
 use http::{HeaderMap, StatusCode, header};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
+use tokio::time::Instant;
 
 use super::Answer;
 use crate::auth::{Caller, Scope};
-use crate::body::{Params, Received, essence, from_json, unsupported};
+use crate::body::{self, Params, essence, from_json, unsupported};
 use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
+use crate::timer::ConnectionTimer;
 
 /// A stream of lines is published in chunks of at most this many events.
 const CHUNK: usize = 1000;
@@ -60,22 +63,22 @@ struct PublishQuery {
 #[allow(dead_code, reason = "only its schema is used")]
 enum NewEvents {
     /// One.
-    One(Box<NewEvent>),
+    One(Box<NewEvent<'static>>),
     /// Several, stored together or not at all.
-    Batch(Vec<NewEvent>),
+    Batch(Vec<NewEvent<'static>>),
 }
 
 /// An event to publish. Only the type is required.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
-struct NewEvent {
+struct NewEvent<'a> {
     /// A UUID, or any text that is unique for the source. Publishing the same id again stores nothing: give one if
     /// the request may have to be repeated.
-    #[serde(default)]
-    id: Option<String>,
+    #[serde(default, borrow)]
+    id: Option<Cow<'a, str>>,
     /// `domain.entity.action`, such as `orders.order.placed`.
-    #[serde(rename = "type")]
-    event_type: String,
+    #[serde(rename = "type", borrow)]
+    event_type: Cow<'a, str>,
     /// The version of the payload; 1 unless given.
     #[serde(default)]
     version: Option<u32>,
@@ -117,15 +120,15 @@ struct NewEvent {
     #[serde(default)]
     metadata: BTreeMap<String, String>,
     /// The payload: any JSON value, kept as it is written.
-    #[serde(default)]
+    #[serde(default, borrow)]
     #[schemars(with = "serde_json::Value")]
-    payload: Option<Box<RawValue>>,
+    payload: Option<&'a RawValue>,
 }
 
-impl NewEvent {
+impl NewEvent<'_> {
     fn into_event(self) -> Result<Event, Error> {
-        let mut builder = Event::builder(self.event_type);
-        if let Some(source) = &self.source {
+        let mut builder = Event::builder(&*self.event_type);
+        if let Some(source) = self.source {
             builder = builder.source(source);
         }
         if let Some(id) = self.id {
@@ -165,8 +168,8 @@ impl NewEvent {
             builder = builder.meta(key, value);
         }
         if let Some(payload) = self.payload {
-            let text: Box<str> = payload.into();
-            builder = builder.payload(Bytes::from(text.into_boxed_bytes()));
+            // Reading it has checked it.
+            builder = builder.json(payload);
         }
         builder.build()
     }
@@ -188,7 +191,8 @@ struct Published {
 #[derive(Serialize, JsonSchema)]
 struct Stored {
     /// Its id.
-    id: String,
+    #[schemars(with = "String")]
+    id: EventId,
     /// Its place in the log.
     #[schemars(with = "serde_json::Value")]
     seq: everbus::Position,
@@ -202,7 +206,7 @@ struct Stored {
 impl Stored {
     fn of(receipt: &Receipt) -> Self {
         Self {
-            id: receipt.id().to_string(),
+            id: receipt.id(),
             seq: receipt.position(),
             received_at: receipt.received_at(),
             duplicate: receipt.is_duplicate(),
@@ -216,32 +220,35 @@ async fn publish(
     Params(query): Params<PublishQuery>,
     request: Request,
 ) -> Result<Response, Problem> {
-    let kind = essence(request.headers());
+    let (parts, body) = request.into_parts();
+    let (headers, limits) = (&parts.headers, &state.options().limits);
+    let kind = essence(headers);
     if matches!(
-        kind.as_str(),
+        &*kind,
         "application/x-ndjson" | "application/ndjson" | "application/jsonl"
     ) {
         // A compressed body is bounded, so it is read as a whole.
-        let body = match request.headers().contains_key(header::CONTENT_ENCODING) {
-            true => Body::from(Received::from_request(request, &state).await?.bytes),
-            false => request.into_body(),
+        let body = match headers.contains_key(header::CONTENT_ENCODING) {
+            true => Body::from(body::read(body, &parts, limits).await?),
+            false => body,
         };
-        let published = lines(&state, &caller, body).await?;
+        let timer = body::timer_of(&parts, limits);
+        let published = lines(&state, &caller, body, timer).await?;
         return Ok((StatusCode::CREATED, Answer(published)).into_response());
     }
-    let received = Received::from_request(request, &state).await?;
-    let events = read(&received, &kind, &query)?;
-    if events.len() > state.options().limits.batch {
-        let what = format!(
-            "more than {} events in one request",
-            state.options().limits.batch
-        );
+    let body = body::read(body, &parts, limits).await?;
+    let events = read(&body, headers, &kind, &query)?;
+    if events.len() > limits.batch {
+        let what = format!("more than {} events in one request", limits.batch);
         return Err(
             Problem::new(StatusCode::PAYLOAD_TOO_LARGE, "BatchTooLarge", what)
                 .hint("send several requests, or a stream of lines (application/x-ndjson)"),
         );
     }
-    let events = accepted(&caller, events)?;
+    let events = events.into_iter().enumerate();
+    let events: Vec<Event> = events
+        .map(|(index, event)| accepted(&caller, index, event))
+        .collect::<Result<_, _>>()?;
     let receipts = state.bus().publish_batch(events).await?;
     let items: Vec<Stored> = receipts.iter().map(Stored::of).collect();
     let published = Published {
@@ -253,13 +260,17 @@ async fn publish(
 }
 
 /// The events of a body.
-fn read(received: &Received, kind: &str, query: &PublishQuery) -> Result<Vec<Event>, Problem> {
-    let body = &received.bytes;
+fn read(
+    body: &[u8],
+    headers: &HeaderMap,
+    kind: &str,
+    query: &PublishQuery,
+) -> Result<Vec<Event>, Problem> {
     let dialect = match &query.dialect {
         Some(name) => Some(name.parse::<Dialect>()?),
         None => None,
     };
-    let is_cloud = received.headers.contains_key("ce-specversion");
+    let is_cloud = headers.contains_key("ce-specversion");
     match kind {
         "application/cloudevents+json" | "application/cloudevents" => {
             Ok(vec![dialects::decode(body, Dialect::CloudEvents)?])
@@ -271,28 +282,45 @@ fn read(received: &Received, kind: &str, query: &PublishQuery) -> Result<Vec<Eve
             )?)
         }),
         _ if is_cloud => Ok(vec![cloudevents::from_http(
-            &cloud_headers(&received.headers)?,
+            &cloud_headers(headers)?,
             body,
         )?]),
         "application/json" => {
-            let read = |one: &RawValue| match dialect {
-                None => from_json::<NewEvent>(one.get().as_bytes())?
-                    .into_event()
-                    .map_err(Problem::from),
-                Some(dialect) => document(one, dialect, query.event_type.as_deref()),
-            };
-            if body.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[') {
-                return each(body, read);
+            let is_list = body.iter().find(|b| !b.is_ascii_whitespace()) == Some(&b'[');
+            match (dialect, is_list) {
+                (None, false) => Ok(vec![native(body)?]),
+                (None, true) => natives(body),
+                (Some(dialect), false) => {
+                    let event_type = query.event_type.as_deref();
+                    Ok(vec![document(from_json(body)?, dialect, event_type)?])
+                }
+                (Some(dialect), true) => each(body, |one| {
+                    document(one, dialect, query.event_type.as_deref())
+                }),
             }
-            let one: &RawValue = serde_json::from_slice(body)
-                .map_err(|e| Problem::bad_request(format!("the body cannot be read: {e}")))?;
-            Ok(vec![read(one)?])
         }
         other => Err(unsupported(
             other,
             "application/json, application/x-ndjson, application/cloudevents+json, application/cloudevents-batch+json",
         )),
     }
+}
+
+/// An event as the API writes it.
+fn native(text: &[u8]) -> Result<Event, Problem> {
+    Ok(from_json::<NewEvent<'_>>(text)?.into_event()?)
+}
+
+/// A list of them.
+fn natives(body: &[u8]) -> Result<Vec<Event>, Problem> {
+    if let Ok(all) = serde_json::from_slice::<Vec<NewEvent<'_>>>(body) {
+        let events = all.into_iter().enumerate();
+        return events
+            .map(|(index, one)| one.into_event().map_err(|e| Problem::from(e).at(index)))
+            .collect();
+    }
+    // Read again one by one: the answer names the element that is wrong.
+    each(body, |one| native(one.get().as_bytes()))
 }
 
 fn document(one: &RawValue, dialect: Dialect, event_type: Option<&str>) -> Result<Event, Problem> {
@@ -312,16 +340,11 @@ fn each(
     body: &[u8],
     read: impl Fn(&RawValue) -> Result<Event, Problem>,
 ) -> Result<Vec<Event>, Problem> {
-    let all: Vec<&RawValue> = from_list(body)?;
+    let all: Vec<&RawValue> = from_json(body)?;
     let events = all.into_iter().enumerate();
     events
         .map(|(index, one)| read(one).map_err(|problem| problem.at(index)))
         .collect()
-}
-
-fn from_list(body: &[u8]) -> Result<Vec<&RawValue>, Problem> {
-    serde_json::from_slice(body)
-        .map_err(|e| Problem::bad_request(format!("the body cannot be read: {e}")))
 }
 
 /// The headers of a CloudEvent in binary mode.
@@ -339,33 +362,28 @@ fn cloud_headers(headers: &HeaderMap) -> Result<cloudevents::Headers, Problem> {
         .collect()
 }
 
-/// Refuses what only the bus itself may publish, and gives the events the tenant of the caller. An event of another
+/// Refuses what only the bus itself may publish, and gives an event the tenant of the caller. An event of another
 /// tenant is refused, not changed.
-fn accepted(caller: &Caller, events: Vec<Event>) -> Result<Vec<Event>, Problem> {
-    for (index, event) in events.iter().enumerate() {
-        // The bus lets copies of its own events through, for replays. A client makes none.
-        if event.event_type().starts_with("system.") {
-            let what = "types that begin with system. are those of the bus itself";
-            let problem = Problem::new(StatusCode::BAD_REQUEST, "InvalidType", what);
-            return Err(problem.hint("choose a type of your own").at(index));
-        }
-        // The object may hold the payload of another tenant.
-        if caller.tenant().is_some() && event.metadata().contains_key(MOVED) {
-            let what = "a token of a tenant cannot publish a reference to a stored object";
-            return Err(Problem::forbidden(what).at(index));
-        }
+fn accepted(caller: &Caller, index: usize, event: Event) -> Result<Event, Problem> {
+    // The bus lets copies of its own events through, for replays. A client makes none.
+    if event.event_type().starts_with("system.") {
+        let what = "types that begin with system. are those of the bus itself";
+        let problem = Problem::new(StatusCode::BAD_REQUEST, "InvalidType", what);
+        return Err(problem.hint("choose a type of your own").at(index));
     }
     let Some(tenant) = caller.tenant() else {
-        return Ok(events);
+        return Ok(event);
     };
-    let events = events.into_iter().enumerate();
-    events
-        .map(|(index, event)| match event.tenant() {
-            Some(own) if own == tenant => Ok(event),
-            Some(_) => Err(Problem::forbidden("the event belongs to another tenant").at(index)),
-            None => with_tenant(&event, tenant).map_err(|e| Problem::from(e).at(index)),
-        })
-        .collect()
+    // The object may hold the payload of another tenant.
+    if event.metadata().contains_key(MOVED) {
+        let what = "a token of a tenant cannot publish a reference to a stored object";
+        return Err(Problem::forbidden(what).at(index));
+    }
+    match event.tenant() {
+        Some(own) if own == tenant => Ok(event),
+        Some(_) => Err(Problem::forbidden("the event belongs to another tenant").at(index)),
+        None => with_tenant(&event, tenant).map_err(|e| Problem::from(e).at(index)),
+    }
 }
 
 fn with_tenant(event: &Event, tenant: &str) -> Result<Event, Error> {
@@ -386,10 +404,16 @@ fn with_tenant(event: &Event, tenant: &str) -> Result<Event, Error> {
 
 /// Publishes a stream of lines, chunk by chunk, as they arrive. Every line before a bad one is published, no line
 /// after it.
-async fn lines(state: &AppState, caller: &Caller, body: Body) -> Result<Published, Problem> {
+async fn lines(
+    state: &AppState,
+    caller: &Caller,
+    body: Body,
+    timer: ConnectionTimer,
+) -> Result<Published, Problem> {
     let limits = &state.options().limits;
     let mut reading = Lines {
         stream: body.into_data_stream(),
+        timer,
         buffer: BytesMut::new(),
         searched: 0,
         most: limits.body,
@@ -418,10 +442,9 @@ async fn lines(state: &AppState, caller: &Caller, body: Body) -> Result<Publishe
             if line.iter().all(u8::is_ascii_whitespace) {
                 continue;
             }
-            let event = from_json::<NewEvent>(line).and_then(|e| Ok(e.into_event()?));
-            let event = event.and_then(|event| accepted(caller, vec![event]));
+            let event = native(line).and_then(|event| accepted(caller, number - 1, event));
             match event {
-                Ok(event) => events.extend(event.into_iter().map(|event| (number - 1, event))),
+                Ok(event) => events.push((number - 1, event)),
                 Err(problem) => {
                     bad = Some(problem.at(number - 1));
                     break;
@@ -473,6 +496,7 @@ async fn store(
 /// Splits a body into lines, with bounded memory.
 struct Lines {
     stream: BodyDataStream,
+    timer: ConnectionTimer,
     buffer: BytesMut,
     /// So many bytes of the buffer have no end of a line.
     searched: usize,
@@ -504,19 +528,19 @@ impl Lines {
                 let status = StatusCode::PAYLOAD_TOO_LARGE;
                 return (lines, Some(Problem::new(status, "BodyTooLarge", what)));
             }
-            // What is there is published before more is waited for.
-            let next = self.stream.next();
-            let patience = if lines.is_empty() {
-                self.patience
+            let next = if lines.is_empty() {
+                let deadline = Instant::now() + self.patience;
+                self.timer.before(deadline, self.stream.next()).await
             } else {
-                Duration::ZERO
+                // What is there is published before more is waited for.
+                at_hand(&mut self.stream).await
             };
-            match tokio::time::timeout(patience, next).await {
-                Ok(Some(Ok(data))) => self.buffer.extend_from_slice(&data),
-                Ok(Some(Err(_))) => {
+            match next {
+                Some(Some(Ok(data))) => self.buffer.extend_from_slice(&data),
+                Some(Some(Err(_))) => {
                     return (lines, Some(Problem::bad_request("the body ended early")));
                 }
-                Ok(None) => {
+                Some(None) => {
                     self.ended = true;
                     if !self.buffer.is_empty() {
                         self.searched = 0;
@@ -524,8 +548,8 @@ impl Lines {
                     }
                     return (lines, None);
                 }
-                Err(_) if !lines.is_empty() => return (lines, None),
-                Err(_) => {
+                None if !lines.is_empty() => return (lines, None),
+                None => {
                     let what = "the next line did not arrive in time";
                     let status = StatusCode::REQUEST_TIMEOUT;
                     return (lines, Some(Problem::new(status, "BodyTimeout", what)));
@@ -533,6 +557,16 @@ impl Lines {
             }
         }
     }
+}
+
+/// The next piece of a body if it has arrived. The connection reads it only after it was asked for, so it is asked
+/// for twice.
+async fn at_hand(stream: &mut BodyDataStream) -> Option<Option<Result<Bytes, axum::Error>>> {
+    if let Some(next) = stream.next().now_or_never() {
+        return Some(next);
+    }
+    tokio::task::yield_now().await;
+    stream.next().now_or_never()
 }
 
 /// An id as a client writes it: a UUID, or a foreign id with its source.

@@ -18,8 +18,7 @@ const TENANT_MARK: char = '@';
 #[derive(Clone, Debug)]
 pub struct Caller {
     token: Option<Arc<TokenInfo>>,
-    /// Whom a rate limit counts.
-    identity: String,
+    peer: Option<Peer>,
     via_session: bool,
 }
 
@@ -36,25 +35,25 @@ impl Caller {
             let token = token.ok_or_else(|| {
                 Problem::unauthenticated("the token is unknown, revoked or has expired")
             })?;
-            return Ok(Self::with(token, false));
+            return Ok(Self::with(token, peer, false));
         }
         if let Some(token) = session::token_of(state, headers).await? {
-            return Ok(Self::with(token, true));
+            return Ok(Self::with(token, peer, true));
         }
         if state.is_open().await? {
             return Ok(Self {
                 token: None,
-                identity: peer.map_or_else(String::new, |peer| peer.0.ip().to_string()),
+                peer,
                 via_session: false,
             });
         }
         Err(Problem::unauthenticated("there is no token"))
     }
 
-    pub(crate) fn with(token: Arc<TokenInfo>, via_session: bool) -> Self {
+    pub(crate) fn with(token: Arc<TokenInfo>, peer: Option<Peer>, via_session: bool) -> Self {
         Self {
-            identity: token.id.clone(),
             token: Some(token),
+            peer,
             via_session,
         }
     }
@@ -112,8 +111,13 @@ impl Caller {
         self.token.as_deref()
     }
 
-    pub(crate) fn identity(&self) -> &str {
-        &self.identity
+    /// Whom a rate limit counts: the token, or the address while the server is open.
+    pub(crate) fn identity(&self) -> String {
+        match (&self.token, self.peer) {
+            (Some(token), _) => token.id.clone(),
+            (None, Some(peer)) => peer.0.ip().to_string(),
+            (None, None) => String::new(),
+        }
     }
 
     /// The group that the caller means by a name. Groups of a tenant have the tenant in their stored name, so that

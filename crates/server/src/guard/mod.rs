@@ -11,6 +11,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use everbus::{EventId, TraceContext, with_correlation_id, with_trace};
 use futures_util::FutureExt as _;
+use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 
 use crate::problem::{self, Problem};
@@ -31,6 +32,9 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longer request ids are not used: they end up in every event and log line.
 const LONGEST_ID: usize = 128;
 
+/// Every answer gets at most this many headers.
+const MOST_ADDED: usize = 9;
+
 /// Scripts, styles and images only from the server itself, and no frames. Pages have no inline script or style.
 const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                    font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; \
@@ -42,23 +46,25 @@ pub(crate) async fn around(
     request: Request,
     next: Next,
 ) -> Response {
-    let given = request_id(request.headers());
-    let id = given.clone().unwrap_or_else(|| EventId::new().to_string());
-    let trace = trace(request.headers());
-    let method = request.method().clone();
-    let path = request.uri().path().to_owned();
-    let headers = request.headers().clone();
-    let origin = allowed_origin(&state, request.headers());
     let began = std::time::Instant::now();
+    // A body cannot be shared between threads, so only the rest of the request is borrowed across waits.
+    let (parts, body) = request.into_parts();
+    let given = request_id(&parts.headers);
+    let id = given.as_deref().map_or_else(made_id, visible);
+    let trace = trace(&parts.headers);
+    let (method, uri) = (parts.method.clone(), parts.uri.clone());
+    let origin = allowed_origin(&state, &parts.headers);
     let serve = async {
-        if let Err(problem) = admit(&state, &method, &headers).await {
+        if let Err(problem) = admit(&state, &parts).await {
             return problem.into_response();
         }
-        if let (true, Some(origin)) = (is_preflight(&request), &origin) {
+        if let (true, Some(origin)) = (is_preflight(&parts), &origin) {
             return preflight(origin);
         }
+        let request = Request::from_parts(parts, body);
         let served = AssertUnwindSafe(next.run(request)).catch_unwind().await;
         served.unwrap_or_else(|_| {
+            let path = uri.path();
             tracing::error!(target: "everbus::http", %path, "a request handler panicked");
             let what = "the request met a bug; the server goes on";
             Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "Internal", what).into_response()
@@ -78,14 +84,34 @@ pub(crate) async fn around(
     };
     let mut response = as_problem(response).await;
     let status = response.status().as_u16();
-    let duration_ms = began.elapsed().as_secs_f64() * 1000.0;
-    tracing::debug!(target: "everbus::http", %method, %path, status, duration_ms, request_id = %id, "request");
-    finish(response.headers_mut(), &id, origin.as_ref());
+    tracing::debug!(
+        target: "everbus::http",
+        %method,
+        path = %uri.path(),
+        status,
+        duration_ms = began.elapsed().as_secs_f64() * 1000.0,
+        request_id = %id.to_str().unwrap_or_default(),
+        "request"
+    );
+    finish(response.headers_mut(), id, origin);
     response
 }
 
+/// The id of a request that came without one.
+fn made_id() -> HeaderValue {
+    let mut buffer = [0; 36];
+    let id = EventId::new().as_uuid();
+    visible(id.hyphenated().encode_lower(&mut buffer))
+}
+
+/// A text of visible ASCII characters as the value of a header.
+fn visible(text: &str) -> HeaderValue {
+    HeaderValue::from_str(text).unwrap_or(HeaderValue::from_static("-"))
+}
+
 /// Refuses requests that a page of another site may have caused.
-async fn admit(state: &AppState, method: &Method, headers: &HeaderMap) -> Result<(), Problem> {
+async fn admit(state: &AppState, request: &Parts) -> Result<(), Problem> {
+    let headers = &request.headers;
     if state.is_open().await? && !is_known_host(state, headers) {
         let what = "the server does not answer under this host name";
         return Err(
@@ -94,7 +120,7 @@ async fn admit(state: &AppState, method: &Method, headers: &HeaderMap) -> Result
         );
     }
     let upgrades = headers.contains_key(header::UPGRADE);
-    if method.is_safe() && !upgrades {
+    if request.method.is_safe() && !upgrades {
         return Ok(());
     }
     check_origin(state, headers)
@@ -154,10 +180,10 @@ fn allowed_origin(state: &AppState, headers: &HeaderMap) -> Option<HeaderValue> 
     is_allowed.then(|| origin.clone())
 }
 
-fn is_preflight(request: &Request) -> bool {
-    request.method() == Method::OPTIONS
+fn is_preflight(request: &Parts) -> bool {
+    request.method == Method::OPTIONS
         && request
-            .headers()
+            .headers
             .contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
 }
 
@@ -180,10 +206,9 @@ fn preflight(origin: &HeaderValue) -> Response {
 }
 
 /// The headers of every answer.
-fn finish(headers: &mut HeaderMap, id: &str, origin: Option<&HeaderValue>) {
-    if let Ok(id) = HeaderValue::from_str(id) {
-        headers.insert(REQUEST_ID, id);
-    }
+fn finish(headers: &mut HeaderMap, id: HeaderValue, origin: Option<HeaderValue>) {
+    headers.reserve(MOST_ADDED);
+    headers.insert(REQUEST_ID, id);
     let fixed = [
         (header::CONTENT_SECURITY_POLICY, CSP),
         (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
@@ -198,7 +223,7 @@ fn finish(headers: &mut HeaderMap, id: &str, origin: Option<&HeaderValue>) {
         headers.insert(name, HeaderValue::from_static(value));
     }
     if let Some(origin) = origin {
-        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
+        headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.insert(header::VARY, HeaderValue::from_static("Origin"));
         headers.remove("cross-origin-resource-policy");
     }

@@ -30,17 +30,18 @@ impl RateLimits {
         }
     }
 
-    /// Counts a request, or refuses it.
-    pub(crate) fn take(&self, caller: &str) -> Result<(), Problem> {
+    /// Counts a request of a caller, or refuses it. The name of the caller is made only if there is a limit.
+    pub(crate) fn take(&self, caller: impl FnOnce() -> String) -> Result<(), Problem> {
         let Some(rate) = self.per_second else {
             return Ok(());
         };
+        let caller = caller();
         let now = Instant::now();
         let mut buckets = self.buckets.lock();
-        if buckets.len() >= MOST_CALLERS && !buckets.contains_key(caller) {
+        if buckets.len() >= MOST_CALLERS && !buckets.contains_key(&caller) {
             buckets.clear();
         }
-        let bucket = buckets.entry(caller.to_owned()).or_insert(Bucket {
+        let bucket = buckets.entry(caller).or_insert(Bucket {
             left: rate,
             at: now,
         });

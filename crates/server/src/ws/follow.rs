@@ -10,8 +10,10 @@ use everbus::{Bus, Code, Cursor, Error, Pattern, Recorded, Result, StartFrom};
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::sync::{Mutex, broadcast};
 
-/// Events that a follower may fall behind before it reads the log itself.
-const BUFFER: usize = 4096;
+/// Batches that a follower may fall behind before it reads the log itself.
+const BUFFER: usize = 512;
+/// Events of one batch: followers are woken once for all of them.
+const LIVE: usize = 64;
 /// Events that are read or passed on at once.
 const BATCH: usize = 256;
 /// The reader of the end of the log stops this long after its last follower.
@@ -44,10 +46,13 @@ impl Live {
     }
 }
 
+type Sender = broadcast::Sender<Arc<[Arc<Live>]>>;
+type Receiver = broadcast::Receiver<Arc<[Arc<Live>]>>;
+
 /// The end of the log, shared by all followers of a server.
 pub(crate) struct Hub {
     bus: Bus,
-    reading: Mutex<Option<broadcast::Sender<Arc<Live>>>>,
+    reading: Mutex<Option<Sender>>,
 }
 
 impl Hub {
@@ -83,7 +88,7 @@ impl Hub {
     }
 
     /// Events from now on. The position of the reader is known when this returns.
-    async fn subscribe(self: &Arc<Self>) -> Result<broadcast::Receiver<Arc<Live>>> {
+    async fn subscribe(self: &Arc<Self>) -> Result<Receiver> {
         let mut reading = self.reading.lock().await;
         if let Some(sender) = &*reading {
             return Ok(sender.subscribe());
@@ -96,7 +101,7 @@ impl Hub {
     }
 
     /// Ends the reader if it has no followers. Under the lock of `subscribe`, so that none is missed.
-    async fn is_over(&self, sender: &broadcast::Sender<Arc<Live>>) -> bool {
+    async fn is_over(&self, sender: &Sender) -> bool {
         let mut reading = self.reading.lock().await;
         let over = sender.receiver_count() == 0;
         if over {
@@ -107,7 +112,7 @@ impl Hub {
 }
 
 /// Reads the end of the log until there are no followers.
-async fn read_end(hub: Weak<Hub>, sender: broadcast::Sender<Arc<Live>>, mut cursor: Cursor) {
+async fn read_end(hub: Weak<Hub>, sender: Sender, mut cursor: Cursor) {
     let everything = everything();
     loop {
         let Some(hub) = hub.upgrade() else {
@@ -115,7 +120,7 @@ async fn read_end(hub: Weak<Hub>, sender: broadcast::Sender<Arc<Live>>, mut curs
         };
         let read = async {
             let log = hub.bus.log()?;
-            let (events, next) = log.read(cursor.clone(), everything.clone(), BATCH).await?;
+            let (events, next) = log.read(cursor.clone(), everything.clone(), LIVE).await?;
             if events.is_empty() && next == cursor {
                 let _ = tokio::time::timeout(LINGER, log.wait_beyond(cursor.clone())).await;
             }
@@ -124,10 +129,13 @@ async fn read_end(hub: Weak<Hub>, sender: broadcast::Sender<Arc<Live>>, mut curs
         match read.await {
             Ok((events, next)) => {
                 cursor = next;
+                let mut batch = Vec::with_capacity(events.len());
                 for record in events {
-                    let record = whole(&hub.bus, record).await;
+                    batch.push(Arc::new(Live::new(whole(&hub.bus, record).await)));
+                }
+                if !batch.is_empty() {
                     // Without followers there is no receiver; that is looked at below.
-                    let _ = sender.send(Arc::new(Live::new(record)));
+                    let _ = sender.send(batch.into());
                 }
             }
             Err(error) if error.code() == Code::EventBusShutdownError => {
@@ -195,7 +203,7 @@ pub(crate) struct Follow {
     patterns: Vec<Pattern>,
     tenant: Option<String>,
     cursor: Cursor,
-    live: broadcast::Receiver<Arc<Live>>,
+    live: Receiver,
     /// Whether the log itself has to be read.
     behind: bool,
 }
@@ -250,13 +258,13 @@ impl Follow {
     async fn receive(&mut self) -> Result<Vec<Followed>> {
         let mut events = Vec::new();
         match self.live.recv().await {
-            Ok(event) => self.take(event, &mut events),
+            Ok(batch) => self.take(&batch, &mut events),
             Err(RecvError::Lagged(_)) => self.behind = true,
             Err(RecvError::Closed) => return Err(Error::shutdown()),
         }
         while events.len() < BATCH && !self.behind {
             match self.live.try_recv() {
-                Ok(event) => self.take(event, &mut events),
+                Ok(batch) => self.take(&batch, &mut events),
                 Err(TryRecvError::Lagged(_)) => self.behind = true,
                 Err(TryRecvError::Empty | TryRecvError::Closed) => break,
             }
@@ -264,20 +272,22 @@ impl Follow {
         Ok(events)
     }
 
-    /// An event from the end of the log: one that was read already is left out.
-    fn take(&mut self, event: Arc<Live>, events: &mut Vec<Followed>) {
-        let position = event.record.position;
-        if self.cursor.covers(position) {
-            return;
-        }
-        self.cursor.advance(position);
-        let event_type = event.record.event.event_type();
-        let matches = self.patterns.iter().any(|p| p.matches(event_type));
-        if matches && self.sees(&event.record) {
-            events.push(Followed {
-                event,
-                cursor: self.cursor.clone(),
-            });
+    /// Events from the end of the log: those that were read already are left out.
+    fn take(&mut self, batch: &[Arc<Live>], events: &mut Vec<Followed>) {
+        for event in batch {
+            let position = event.record.position;
+            if self.cursor.covers(position) {
+                continue;
+            }
+            self.cursor.advance(position);
+            let event_type = event.record.event.event_type();
+            let matches = self.patterns.iter().any(|p| p.matches(event_type));
+            if matches && self.sees(&event.record) {
+                events.push(Followed {
+                    event: event.clone(),
+                    cursor: self.cursor.clone(),
+                });
+            }
         }
     }
 
