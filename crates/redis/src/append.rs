@@ -3,9 +3,12 @@
 //! An id is known for a window, with the place of its event and a digest of its body. So a publish whose answer
 //! was lost is repeated.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use everbus_core::{Appended, Code, Error, Event, EventId, Result};
+use bytes::Bytes;
+use everbus_core::{Appended, Code, Error, Event, EventId, Result, Shard};
+use everbus_dialects::Dialect;
 use redis::Value;
 
 use crate::broker::Shared;
@@ -18,6 +21,15 @@ use crate::wire;
 /// How long a publish waits for a server that is away.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// Where the events of a type go.
+struct Route {
+    event_type: Arc<str>,
+    key: String,
+    dialect: Dialect,
+    /// The dotted type of the stream.
+    dotted: String,
+}
+
 impl Shared {
     pub(crate) async fn append(&self, batch: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         if batch.is_empty() {
@@ -25,8 +37,9 @@ impl Shared {
         }
         let mut arguments = Arguments::default();
         arguments.millis(self.options.window).number(batch.len());
+        let mut route = None;
         for event in &batch {
-            self.write_event(event, &mut arguments)?;
+            self.write_event_by(&mut route, event, &mut arguments)?;
         }
         let answer = self.patiently(&arguments).await?;
         let mut answers = answer.list()?.into_iter();
@@ -43,14 +56,22 @@ impl Shared {
             _ => return Err(errors::unreadable("the answer to an append")),
         }
         let mut appended = Vec::with_capacity(batch.len());
+        // Most events of a batch go to the same stream.
+        let mut last: Option<(Bytes, Shard)> = None;
         for event in &batch {
             let mut parts = next().list()?.into_iter();
-            let mut part = || parts.next().unwrap_or(Value::Nil).text();
+            let mut part = || parts.next().unwrap_or(Value::Nil).bytes();
             let (id, key, known) = (part()?, part()?, part()?);
-            let id = EntryId::parse(&id).ok_or_else(|| errors::unreadable("an id"))?;
-            let position = id.position(self.space.shard(&key)?);
-            let answer = Appended::new(event.id(), position, id.time());
-            appended.push(Ok(match known == "1" {
+            let id = EntryId::read(&id).ok_or_else(|| errors::unreadable("an id"))?;
+            let shard = match &last {
+                Some((known, shard)) if *known == key => *shard,
+                _ => {
+                    let shard = self.space.shard(&String::from_utf8_lossy(&key))?;
+                    last.insert((key, shard)).1
+                }
+            };
+            let answer = Appended::new(event.id(), id.position(shard), id.time());
+            appended.push(Ok(match &known[..] == b"1" {
                 true => answer.as_duplicate(),
                 false => answer,
             }));
@@ -70,9 +91,31 @@ impl Shared {
 
     /// Adds an event to the arguments of a script. One that the server would refuse for its size is refused here.
     pub(crate) fn write_event(&self, event: &Event, arguments: &mut Arguments) -> Result<()> {
-        let (key, dialect) = self.route(event.event_type())?;
-        let dotted = &self.space.types(&key)[0];
-        let fields = wire::write(event, dialect, dotted)?;
+        self.write_event_by(&mut None, event, arguments)
+    }
+
+    /// The same for an event of a batch: `last` has the route of the one before, which is often of the same type.
+    fn write_event_by(
+        &self,
+        last: &mut Option<Route>,
+        event: &Event,
+        arguments: &mut Arguments,
+    ) -> Result<()> {
+        let event_type = event.type_arc();
+        let route = match last {
+            Some(route) if route.event_type == *event_type => route,
+            last => {
+                let (key, dialect) = self.route(event_type)?;
+                let dotted = self.space.types(&key).swap_remove(0);
+                last.insert(Route {
+                    event_type: event_type.clone(),
+                    key,
+                    dialect,
+                    dotted,
+                })
+            }
+        };
+        let fields = wire::write(event, route.dialect, &route.dotted)?;
         if fields
             .iter()
             .any(|field| field.len() as u64 > self.max_bulk)
@@ -86,12 +129,12 @@ impl Shared {
             ));
         }
         arguments
-            .text(&key)
-            .text(dialect.as_str())
-            .owned(wire::id_name(event))
-            .owned(wire::digest(event))
+            .text(&route.key)
+            .text(route.dialect.as_str())
+            .text(&wire::id_name(event))
+            .text(&wire::digest(event))
             .number(fields.len());
-        for field in fields {
+        for field in &fields {
             arguments.bytes(field);
         }
         Ok(())

@@ -41,6 +41,8 @@ pub(crate) struct Shared {
     numbers: AtomicU64,
     /// Grows when there may be something to claim.
     pub(crate) wakes: watch::Sender<u64>,
+    /// How many events were claimed.
+    pub(crate) claimed: AtomicU64,
     /// How many consumers wait for events.
     pub(crate) waiting: watch::Sender<usize>,
     /// Whether the background tasks run.
@@ -78,6 +80,7 @@ impl Shared {
             held: Held::default(),
             numbers: AtomicU64::new(1),
             wakes: watch::Sender::new(0),
+            claimed: AtomicU64::new(0),
             waiting: watch::Sender::new(0),
             tasks: Mutex::new(false),
         }

@@ -258,10 +258,13 @@ impl Link {
     /// Runs a script with these arguments. The server is told its text if it does not know it.
     pub(crate) async fn run(&self, script: &Script, arguments: &Arguments) -> Result<Value> {
         let (number, mut connection) = self.connection().await?;
-        let mut call = redis::cmd("EVALSHA");
-        call.arg(script.get_hash()).arg(1).arg(&self.prefix);
-        for argument in &arguments.0 {
-            call.arg(&argument[..]);
+        let mut call = Cmd::with_capacity(arguments.ends.len() + 4, arguments.data.len() + 128);
+        call.arg("EVALSHA")
+            .arg(script.get_hash())
+            .arg(1)
+            .arg(&self.prefix);
+        for argument in arguments.iter() {
+            call.arg(argument);
         }
         for again in [false, true] {
             let answer = connection.send_packed_command(&call).await;
@@ -282,23 +285,37 @@ impl Link {
     }
 }
 
-/// The arguments of a script.
+/// The arguments of a script, one after another in one buffer: a batch has thousands of them.
 #[derive(Default)]
-pub(crate) struct Arguments(Vec<bytes::Bytes>);
+pub(crate) struct Arguments {
+    data: Vec<u8>,
+    /// Where each argument ends.
+    ends: Vec<usize>,
+}
 
 impl Arguments {
-    pub(crate) fn text(&mut self, text: &str) -> &mut Self {
-        self.0.push(bytes::Bytes::copy_from_slice(text.as_bytes()));
+    fn iter(&self) -> impl Iterator<Item = &[u8]> {
+        let starts = std::iter::once(0).chain(self.ends.iter().copied());
+        let places = starts.zip(&self.ends);
+        places.map(|(start, end)| self.data.get(start..*end).unwrap_or_default())
+    }
+
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
+        self.data.extend_from_slice(bytes);
+        self.ends.push(self.data.len());
         self
     }
 
-    pub(crate) fn owned(&mut self, text: String) -> &mut Self {
-        self.0.push(text.into());
-        self
+    pub(crate) fn text(&mut self, text: &str) -> &mut Self {
+        self.bytes(text.as_bytes())
     }
 
     pub(crate) fn number(&mut self, number: impl std::fmt::Display) -> &mut Self {
-        self.owned(number.to_string())
+        use std::io::Write as _;
+        // Writing to memory does not fail.
+        let _ = write!(self.data, "{number}");
+        self.ends.push(self.data.len());
+        self
     }
 
     pub(crate) fn millis(&mut self, time: Duration) -> &mut Self {
@@ -309,14 +326,22 @@ impl Arguments {
         )
     }
 
-    pub(crate) fn bytes(&mut self, bytes: bytes::Bytes) -> &mut Self {
-        self.0.push(bytes);
+    pub(crate) fn append(&mut self, more: &Self) -> &mut Self {
+        let before = self.data.len();
+        self.data.extend_from_slice(&more.data);
+        self.ends.extend(more.ends.iter().map(|end| before + end));
         self
     }
 
-    pub(crate) fn append(&mut self, mut more: Self) -> &mut Self {
-        self.0.append(&mut more.0);
-        self
+    /// How far it is filled, for [`cut`](Self::cut).
+    pub(crate) fn mark(&self) -> (usize, usize) {
+        (self.data.len(), self.ends.len())
+    }
+
+    /// Takes back what was added after the mark.
+    pub(crate) fn cut(&mut self, mark: (usize, usize)) {
+        self.data.truncate(mark.0);
+        self.ends.truncate(mark.1);
     }
 
     pub(crate) fn list<T: AsRef<str>>(&mut self, texts: &[T]) -> &mut Self {

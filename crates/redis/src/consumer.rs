@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -25,7 +26,7 @@ use crate::held::Hold;
 use crate::keys::EntryId;
 use crate::registry::Registry;
 use crate::scripts::CLAIM;
-use crate::wire::{self, Around};
+use crate::wire::{self, Around, Source};
 
 /// The most events of one claim: the server does nothing else meanwhile.
 const MOST: usize = 512;
@@ -126,9 +127,9 @@ impl RedisConsumer {
 }
 
 impl Inner {
-    /// A delivery was settled: there may be room.
-    pub(crate) fn settled(&self) {
-        self.desk.lock().settled += 1;
+    /// Deliveries were settled: there may be room.
+    pub(crate) fn settled(&self, count: usize) {
+        self.desk.lock().settled += count;
         self.changed.notify_waiters();
     }
 
@@ -335,6 +336,10 @@ impl Inner {
             }
             let (claimed, lost, failed) = (part().list()?, part().list()?, part().list()?);
             let wait = part().text()?;
+            let shared = &self.shared;
+            shared
+                .claimed
+                .fetch_add(claimed.len() as u64, Ordering::Relaxed);
             {
                 let mut desk = self.desk.lock();
                 desk.undo.retain(|tag| !undo.contains(tag));
@@ -374,11 +379,11 @@ impl Inner {
     ) -> Result<Vec<Item>> {
         let mut items = Vec::with_capacity(claimed.len());
         let (mut passed, mut left) = (Vec::new(), Vec::new());
+        let (known, mut source) = (self.group.known(), None);
         for value in claimed {
-            let (item, times) = self.item(value, registry, tag, came)?;
+            let (item, times) = self.item(value, registry, &mut source, tag, came)?;
             let event = &item.record.event;
             let event_type = event.event_type();
-            let known = self.group.known();
             let early = |since| item.record.received_at < since;
             let unwanted = || {
                 let mut patterns = known.patterns.iter();
@@ -419,43 +424,62 @@ impl Inner {
         Ok(items)
     }
 
+    /// An event as the script hands it out. `last` has the stream of the event before, which is often the same.
     pub(crate) fn item(
         &self,
         value: Value,
         registry: &Registry,
+        last: &mut Option<Source>,
         tag: &str,
         came: Instant,
     ) -> Result<(Item, u32)> {
         let mut parts = value.list()?.into_iter();
         let mut part = || parts.next().unwrap_or(Value::Nil);
-        let (key, id) = (part().text()?, part().text()?);
-        let (token, times) = (part().number()?, part().number()?);
+        let (key, id) = (part().bytes()?, part().bytes()?);
+        let (token, times) = (part().bytes()?, part().number()?);
         let times = u32::try_from(times).unwrap_or(u32::MAX);
-        let failures = part().text()?;
+        let failures = part().bytes()?;
         let fields = part().list()?.into_iter().map(Read::bytes);
         let fields: Vec<Bytes> = fields.collect::<Result<_>>()?;
-        let again = part().text()? == "1";
-        let entry = EntryId::parse(&id).ok_or_else(|| errors::unreadable("the id of an entry"))?;
+        let again = &part().bytes()?[..] == b"1";
+        let unreadable = || errors::unreadable("the id of an entry");
+        let entry = EntryId::read(&id).ok_or_else(unreadable)?;
+        let token = std::str::from_utf8(&token).map_err(|_| unreadable())?;
+        let space = &self.shared.space;
+        let source = match last {
+            Some(source) if source.key.as_bytes() == &key[..] => source,
+            last => {
+                let key = String::from_utf8_lossy(&key);
+                last.insert(Source::new(space, &key, registry.dialect(&key))?)
+            }
+        };
         let around = Around {
-            space: &self.shared.space,
-            key: &key,
+            space,
+            source,
             id: entry,
-            dialect: registry.dialect(&key),
         };
         let read = wire::read(around, &fields);
-        let position = entry.position(self.shared.space.shard(&key)?);
         let attempt = times.saturating_add(read.retries);
-        let mut failures: Vec<Failure> =
-            serde_json::from_str(&format!("[{failures}]")).unwrap_or_default();
+        let mut failures: Vec<Failure> = match failures.is_empty() {
+            true => Vec::new(),
+            false => {
+                let list = [b"[", &failures[..], b"]"].concat();
+                serde_json::from_slice(&list).unwrap_or_default()
+            }
+        };
         if let Some(why) = read.foreign.filter(|_| !self.shared.options.raw_foreign) {
             let now = self.shared.options.clock.now();
             failures.push(Failure::new(attempt, now, FailureKind::Corrupt, why));
         }
         let item = Item {
-            member: format!("{id}@{key}").into(),
-            key: key.into(),
+            member: format!("{entry}@{}", source.key).into(),
+            key: source.key.clone(),
             proof: format!("{token}|{tag}").into(),
-            record: Arc::new(Recorded::new(read.event, position, read.received_at)),
+            record: Arc::new(Recorded::new(
+                read.event,
+                entry.position(source.shard),
+                read.received_at,
+            )),
             attempt,
             failures,
             again,
@@ -498,6 +522,7 @@ impl Inner {
         let number = self.shared.number();
         let words = [self.group.number, number];
         let lease = Lease::new(item.record.position, words).with_text(item.member.clone());
+        let until = item.came + self.lease;
         let hold = Hold {
             group: self.group.clone(),
             consumer: Arc::downgrade(self),
@@ -509,9 +534,8 @@ impl Inner {
             attempt: item.attempt,
             failures: item.failures.clone(),
             again: item.again,
-            until: item.came + self.lease,
         };
-        self.shared.held.hold(number, hold);
+        self.shared.held.hold(number, hold, until);
         Delivery::new(item.record, lease)
             .after(item.attempt, item.failures)
             .retried(item.again)

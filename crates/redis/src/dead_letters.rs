@@ -26,7 +26,7 @@ use crate::groups::Record;
 use crate::held::Hold;
 use crate::keys::{self, EntryId};
 use crate::scripts::{LETTERS, PURGE, REPLACE, RESTORE, REVIVE};
-use crate::wire::{self, Around};
+use crate::wire::{self, Around, Source};
 
 /// How many letters are read or changed in one step.
 const STEP: usize = 200;
@@ -116,14 +116,14 @@ impl Shared {
             Some(String::from_utf8_lossy(&pair[1]).into_owned()).filter(|text| !text.is_empty())
         };
         let time = |name: &str| text(name).and_then(|text| text.parse::<Timestamp>().ok());
+        let source = Source::new(&self.space, key, Dialect::Native)?;
         let around = Around {
             space: &self.space,
-            key,
+            source: &source,
             id,
-            dialect: Dialect::Native,
         };
         let read = wire::read(around, &fields);
-        let position = id.position(self.space.shard(key)?);
+        let position = id.position(source.shard);
         let failures = text("failures").and_then(|json| serde_json::from_str(&json).ok());
         let failures: Vec<everbus_core::Failure> = failures.unwrap_or_default();
         let died_at = time("failed_at").unwrap_or(read.received_at);
@@ -227,7 +227,7 @@ impl Shared {
             .text(&found.member)
             .number(self.options.clock.now())
             .number(fields.len());
-        for field in fields {
+        for field in &fields {
             arguments.bytes(field);
         }
         let answer = self.link.run(&RESTORE, &arguments).await?.list()?;

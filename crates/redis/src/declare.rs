@@ -255,7 +255,7 @@ impl Shared {
             .text(&record.name)
             .text(keys::group_name(&record.name))
             .text(revision)
-            .owned(json)
+            .text(&json)
             .text(&registry.version)
             .number(joins.len());
         for join in joins {

@@ -11,7 +11,6 @@ use crate::consumer::Inner;
 use crate::groups::Group;
 
 /// A delivery under a lease.
-#[derive(Clone)]
 pub(crate) struct Hold {
     pub(crate) group: Arc<Group>,
     /// The consumer that it was handed to, which may be closed by now.
@@ -28,7 +27,6 @@ pub(crate) struct Hold {
     pub(crate) failures: Vec<Failure>,
     /// It was retried from the dead letters, or is delivered once more.
     pub(crate) again: bool,
-    pub(crate) until: Instant,
 }
 
 /// Deliveries by a number of this process.
@@ -39,13 +37,14 @@ pub(crate) struct Held {
 
 #[derive(Default)]
 struct Inside {
-    holds: HashMap<u64, Hold>,
+    /// With the end of each lease.
+    holds: HashMap<u64, (Arc<Hold>, Instant)>,
     counts: HashMap<u64, usize>,
 }
 
 impl Inside {
-    fn remove(&mut self, token: u64) -> Option<Hold> {
-        let hold = self.holds.remove(&token)?;
+    fn remove(&mut self, token: u64) -> Option<Arc<Hold>> {
+        let (hold, _) = self.holds.remove(&token)?;
         if let Some(count) = self.counts.get_mut(&hold.number) {
             *count -= 1;
             if *count == 0 {
@@ -61,31 +60,45 @@ fn token(lease: &Lease) -> u64 {
 }
 
 impl Held {
-    pub(crate) fn hold(&self, token: u64, hold: Hold) {
+    pub(crate) fn hold(&self, token: u64, hold: Hold, until: Instant) {
         let mut inside = self.inner.lock();
         *inside.counts.entry(hold.number).or_default() += 1;
-        inside.holds.insert(token, hold);
+        inside.holds.insert(token, (Arc::new(hold), until));
     }
 
     /// The delivery of a lease, unless it was settled. Whether the lease has ended is the server's to say.
-    pub(crate) fn find(&self, lease: &Lease) -> Option<Hold> {
+    pub(crate) fn find(&self, lease: &Lease) -> Option<Arc<Hold>> {
         let inside = self.inner.lock();
-        let hold = inside.holds.get(&token(lease))?;
+        let (hold, _) = inside.holds.get(&token(lease))?;
         let same = hold.group.number == lease.words()[0] && lease.text() == Some(&hold.member);
         same.then(|| hold.clone())
     }
 
     pub(crate) fn extend(&self, lease: &Lease, by: Duration) {
-        if let Some(hold) = self.inner.lock().holds.get_mut(&token(lease)) {
-            hold.until = Instant::now() + by;
+        if let Some((_, until)) = self.inner.lock().holds.get_mut(&token(lease)) {
+            *until = Instant::now() + by;
         }
     }
 
-    /// The delivery is settled, or lost.
-    pub(crate) fn free(&self, lease: &Lease) {
-        let hold = self.inner.lock().remove(token(lease));
-        if let Some(consumer) = hold.and_then(|hold| hold.consumer.upgrade()) {
-            consumer.settled();
+    /// The deliveries are settled, or lost. Each consumer is told once: it claims as many as there is room for.
+    pub(crate) fn free<'a>(&self, leases: impl IntoIterator<Item = &'a Lease>) {
+        let mut freed: Vec<(Arc<Hold>, usize)> = Vec::new();
+        let mut inside = self.inner.lock();
+        for lease in leases {
+            let Some(hold) = inside.remove(token(lease)) else {
+                continue;
+            };
+            let known = freed.iter_mut().find(|(one, _)| one.number == hold.number);
+            match known {
+                Some((_, count)) => *count += 1,
+                None => freed.push((hold, 1)),
+            }
+        }
+        drop(inside);
+        for (hold, count) in freed {
+            if let Some(consumer) = hold.consumer.upgrade() {
+                consumer.settled(count);
+            }
         }
     }
 
@@ -98,14 +111,14 @@ impl Held {
             return (count, None);
         }
         let now = Instant::now();
-        let ended = inside.holds.iter().filter(|(_, hold)| hold.until <= now);
+        let ended = inside.holds.iter().filter(|(_, (_, until))| *until <= now);
         let ended: Vec<u64> = ended.map(|(token, _)| *token).collect();
         for token in ended {
             inside.remove(token);
         }
         let own = inside.holds.values();
-        let own = own.filter(|hold| hold.number == consumer);
-        let next = own.map(|hold| hold.until).min();
+        let own = own.filter(|(hold, _)| hold.number == consumer);
+        let next = own.map(|(_, until)| *until).min();
         let count = inside.counts.get(&consumer).copied().unwrap_or_default();
         (count, next)
     }
@@ -116,7 +129,7 @@ impl Held {
         let gone = inside
             .holds
             .iter()
-            .filter(|(_, hold)| hold.group.number == group);
+            .filter(|(_, (hold, _))| hold.group.number == group);
         let gone: Vec<u64> = gone.map(|(token, _)| *token).collect();
         for token in gone {
             inside.remove(token);

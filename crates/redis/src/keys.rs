@@ -214,6 +214,11 @@ impl EntryId {
         })
     }
 
+    /// Reads an id as the server wrote it.
+    pub(crate) fn read(text: &[u8]) -> Option<Self> {
+        Self::parse(std::str::from_utf8(text).ok()?)
+    }
+
     /// The place of the entry in its stream: 42 bits of time, 22 of the number. Ids that other programs chose
     /// beyond that share the last place.
     pub(crate) fn place(self) -> u64 {

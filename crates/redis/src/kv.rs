@@ -94,8 +94,8 @@ impl KeyValue for Redis {
             arguments
                 .text(&bucket)
                 .text(&key)
-                .bytes(value)
-                .owned(expected(put.expected));
+                .bytes(&value)
+                .text(&expected(put.expected));
             match put.ttl {
                 Some(ttl) => arguments.millis(ttl.max(Duration::from_millis(1))),
                 None => arguments.number(0),
@@ -115,7 +115,7 @@ impl KeyValue for Redis {
             let _running = self.shared.link.enter()?;
             check_kv_names(&bucket, Some(&key))?;
             let mut arguments = Arguments::default();
-            arguments.text(&bucket).text(&key).owned(expected(revision));
+            arguments.text(&bucket).text(&key).text(&expected(revision));
             let answer = self.shared.link.run(&KV_DELETE, &arguments).await?;
             Ok(Shared::kv_answer(answer, &key, revision)? == 1)
         })

@@ -12,7 +12,7 @@ use crate::client::Read;
 use crate::errors;
 use crate::keys::EntryId;
 use crate::registry::Registry;
-use crate::wire::{self, Around};
+use crate::wire::{self, Around, Source};
 
 /// How many entries are read in one request.
 const PAGE: usize = 256;
@@ -45,14 +45,14 @@ impl Shared {
         let id = EntryId::parse(&id).ok_or_else(|| errors::unreadable("the id of an entry"))?;
         let fields = part().list()?.into_iter().map(Read::bytes);
         let fields: Vec<Bytes> = fields.collect::<Result<_>>()?;
+        let source = Source::new(&self.space, key, registry.dialect(key))?;
         let around = Around {
             space: &self.space,
-            key,
+            source: &source,
             id,
-            dialect: registry.dialect(key),
         };
         let read = wire::read(around, &fields);
-        let position = id.position(self.space.shard(key)?);
+        let position = id.position(source.shard);
         Ok((id, Recorded::new(read.event, position, read.received_at)))
     }
 

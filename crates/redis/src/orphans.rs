@@ -104,8 +104,9 @@ impl Inner {
         let came = Instant::now();
         let orphans = shared.link.run(&ORPHANS, &arguments).await?.list()?;
         let mut settlements = Vec::with_capacity(orphans.len());
+        let mut source = None;
         for value in orphans {
-            let (item, _) = self.item(value, registry, tag, came)?;
+            let (item, _) = self.item(value, registry, &mut source, tag, came)?;
             let delivery = self.deliver(item);
             let event = &delivery.record.event;
             let event_type = event.event_type();

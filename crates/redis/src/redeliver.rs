@@ -39,7 +39,7 @@ impl Shared {
             let wants = self.space.wanted(key, &patterns);
             let id = EntryId::at_place(position.place());
             arguments
-                .owned(format!("{id}@{key}"))
+                .text(&format!("{id}@{key}"))
                 .text(if wants { "1" } else { "0" });
         }
         let answers = self.link.run(&REVIVE, &arguments).await?.list()?;

@@ -64,38 +64,45 @@ impl Shared {
                 answers.push(Some(Err(lost())));
                 continue;
             };
-            let mut own = Arguments::default();
             let prior = match (&settlement.verdict, hold.again) {
                 (Verdict::Dead { .. }, true) => self.prior(&hold).await?,
                 _ => None,
             };
-            match self.told(settlement, &hold, prior) {
-                Ok(told) => match self.write_verdict(&told, &mut own) {
-                    Ok(()) => {
-                        pokes.push((hold.group.clone(), told.verdict, told.after));
-                        arguments.append(own);
-                        places.push(index);
-                        leases.push(lease);
-                        answers.push(None);
-                    }
-                    Err(error) => answers.push(Some(Err(error))),
-                },
-                Err(error) => answers.push(Some(Err(error))),
+            let mark = arguments.mark();
+            let told = self.told(settlement, &hold, prior);
+            let written = told.and_then(|told| {
+                self.write_verdict(&told, &mut arguments)?;
+                Ok((told.verdict, told.after))
+            });
+            match written {
+                Ok((verdict, after)) => {
+                    pokes.push((hold.clone(), verdict, after));
+                    places.push(index);
+                    leases.push(lease);
+                    answers.push(None);
+                }
+                Err(error) => {
+                    arguments.cut(mark);
+                    answers.push(Some(Err(error)));
+                }
             }
         }
         if !places.is_empty() {
-            let told = self.tell(places.len(), arguments).await?;
-            for (((place, lease), answer), poke) in places.iter().zip(leases).zip(told).zip(pokes) {
-                let (group, verdict, after) = poke;
-                let answer = self.answered(&answer);
-                let is_lost = |error: &Error| error.code() == Code::LeaseLost;
-                if answer.as_ref().err().is_none_or(is_lost) {
-                    self.held.free(&lease);
+            let told = self.tell(places.len(), &arguments).await?;
+            for (place, answer) in places.iter().zip(told) {
+                answers[*place] = Some(self.answered(&answer));
+            }
+            let is_over = |place: &usize| match &answers[*place] {
+                Some(Err(error)) => error.code() == Code::LeaseLost,
+                answer => answer.is_some(),
+            };
+            let over = places.iter().zip(&leases);
+            let over = over.filter(|(place, _)| is_over(place));
+            self.held.free(over.map(|(_, lease)| lease));
+            for (hold, verdict, after) in pokes {
+                if matches!(verdict, "R" | "L") || hold.group.record().ordered {
+                    hold.group.poke(after);
                 }
-                if matches!(verdict, "R" | "L") || group.record().ordered {
-                    group.poke(after);
-                }
-                answers[*place] = Some(answer);
             }
         }
         let missing = || Err(Error::new(Code::Internal, "a verdict was not answered"));
@@ -103,19 +110,22 @@ impl Shared {
         Ok(answers.map(|a| a.unwrap_or_else(missing)).collect())
     }
 
-    async fn tell(&self, count: usize, verdicts: Arguments) -> Result<Vec<String>> {
+    async fn tell(&self, count: usize, verdicts: &Arguments) -> Result<Vec<Bytes>> {
         let mut arguments = Arguments::default();
         arguments
             .millis(self.options.window)
             .number(count)
             .append(verdicts);
         let answers = self.link.run(&SETTLE, &arguments).await?.list()?;
-        answers.into_iter().map(Read::text).collect()
+        answers.into_iter().map(Read::bytes).collect()
     }
 
-    fn answered(&self, answer: &str) -> Result<()> {
+    fn answered(&self, answer: &[u8]) -> Result<()> {
+        if answer == b"ok" {
+            return Ok(());
+        }
+        let answer = &*String::from_utf8_lossy(answer);
         match answer.split_once(' ').unwrap_or((answer, "")) {
-            ("ok", _) => Ok(()),
             ("lost", _) => Err(lost()),
             (why, detail) => Err(self.refused(why, detail, None)),
         }
@@ -134,7 +144,7 @@ impl Shared {
             told.after = after.unwrap_or_default();
             self.write_verdict(&told, &mut arguments)?;
         }
-        self.tell(events.len(), arguments).await.map(drop)
+        self.tell(events.len(), &arguments).await.map(drop)
     }
 
     fn told<'a>(
@@ -231,12 +241,17 @@ impl Shared {
     }
 
     fn write_verdict(&self, told: &Told<'_>, arguments: &mut Arguments) -> Result<()> {
+        let plain = told.verdict == "A" && told.inbox.is_empty() && told.follow_ups.is_empty();
         arguments
+            .text(if plain { "K" } else { told.verdict })
             .text(told.group.name.as_str())
             .text(told.group.on_server())
             .text(told.member)
-            .text(told.proof)
-            .text(told.verdict)
+            .text(told.proof);
+        if plain {
+            return Ok(());
+        }
+        arguments
             .millis(told.after)
             .text(&told.failure)
             .text(&told.reason)
@@ -245,7 +260,7 @@ impl Shared {
             Some((key, fields)) => {
                 arguments.text(key).number(fields.len());
                 for field in fields {
-                    arguments.bytes(field.clone());
+                    arguments.bytes(field);
                 }
             }
             None => _ = arguments.text("").number(0),
@@ -265,10 +280,11 @@ impl Shared {
     }
 
     pub(crate) async fn extend(&self, leases: Vec<Lease>, by: Duration) -> Result<Vec<Result<()>>> {
-        let holds: Vec<Option<Hold>> = leases.iter().map(|lease| self.held.find(lease)).collect();
+        let holds: Vec<Option<Arc<Hold>>> =
+            leases.iter().map(|lease| self.held.find(lease)).collect();
         let known = leases.iter().zip(&holds);
         let known = known.filter_map(|(lease, hold)| Some((lease, hold.as_ref()?)));
-        let known: Vec<(&Lease, &Hold)> = known.collect();
+        let known: Vec<(&Lease, &Arc<Hold>)> = known.collect();
         let mut arguments = Arguments::default();
         arguments.millis(by).number(known.len());
         for (_, hold) in &known {

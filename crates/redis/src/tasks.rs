@@ -4,6 +4,7 @@
 //! a blocking `XREAD`, on a connection of its own, only tells that there is something to claim.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,8 @@ use crate::scripts::{ALIVE, ENDS, SWEEP};
 const BLOCK: Duration = Duration::from_secs(2);
 /// The first pause after a read that failed; the longest is as long as a read.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
+/// After more claimed events than this the ends of streams are asked for again before the next read.
+const FEW: u64 = 8;
 /// An engine is alive as long as its key; it renews the key this often.
 const ALIVE_FOR: Duration = Duration::from_secs(15);
 const BEAT: Duration = Duration::from_secs(4);
@@ -154,12 +157,12 @@ async fn wake(shared: Weak<Shared>) {
         if strong.link.check_open().is_err() {
             return;
         }
-        let watched = look(&strong, &mut connection, &mut seen).await;
+        let watched = watch(&strong, &mut connection, &mut seen).await;
         let (own, command) = match watched {
             Ok(watched) => watched,
             Err(error) => {
                 tracing::debug!(target: "everbus::redis", %error, "waiting for events");
-                connection = None;
+                (connection, seen.watched) = (None, None);
                 drop(strong);
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(BLOCK);
@@ -173,10 +176,14 @@ async fn wake(shared: Weak<Shared>) {
         match answer.and_then(redis::Value::extract_error) {
             Ok(answer) => {
                 pause = FIRST_PAUSE;
-                seen.answered = streams_of(answer);
+                let Some(strong) = shared.upgrade() else {
+                    return;
+                };
+                answered(&strong, &mut seen, streams_of(answer)).await;
             }
             Err(error) => {
                 tracing::debug!(target: "everbus::redis", %error, "waiting for events");
+                seen.watched = None;
                 // One key that is no stream refuses the read of all of them.
                 seen.check_types = error.code() == Some("WRONGTYPE");
                 if !seen.check_types {
@@ -192,7 +199,9 @@ async fn wake(shared: Weak<Shared>) {
 /// What earlier reads of the wake-up have shown.
 #[derive(Default)]
 struct Seen {
-    /// The streams that the last read answered with.
+    /// What the next read begins with; `None` if the server is to be asked first.
+    watched: Option<Watched>,
+    /// The streams whose ends are to be learnt.
     answered: Vec<String>,
     /// The last ids of streams that have answered. A stream may be ahead of the clock of the server: read from the time
     /// of the server, it would answer without end.
@@ -202,20 +211,62 @@ struct Seen {
     others: HashSet<String>,
 }
 
-/// The streams of an answer to XREAD.
-fn streams_of(answer: redis::Value) -> Vec<String> {
-    let pairs: Vec<redis::Value> = match answer {
-        redis::Value::Map(pairs) => pairs.into_iter().map(|(key, _)| key).collect(),
+/// The streams that are waited for.
+struct Watched {
+    registry: Arc<Registry>,
+    /// Streams that have not answered are read from here.
+    common: EntryId,
+    /// How many events this process had claimed when the last read answered.
+    claimed: u64,
+}
+
+/// The streams of an answer to XREAD, with the first new entry of each.
+fn streams_of(answer: redis::Value) -> Vec<(String, EntryId)> {
+    let pairs: Vec<(redis::Value, redis::Value)> = match answer {
+        redis::Value::Map(pairs) => pairs,
         redis::Value::Array(pairs) => {
-            let first = |pair: redis::Value| pair.list().ok()?.into_iter().next();
-            pairs.into_iter().filter_map(first).collect()
+            let pair = |pair: redis::Value| {
+                let mut pair = pair.list().ok()?.into_iter();
+                Some((pair.next()?, pair.next()?))
+            };
+            pairs.into_iter().filter_map(pair).collect()
         }
         _ => Vec::new(),
     };
-    pairs
-        .into_iter()
-        .filter_map(|key| key.text().ok())
-        .collect()
+    let first = |(key, entries): (redis::Value, redis::Value)| {
+        let entry = entries.list().ok()?.into_iter().next()?;
+        let id = entry.list().ok()?.into_iter().next()?.bytes().ok()?;
+        Some((key.text().ok()?, EntryId::read(&id)?))
+    };
+    pairs.into_iter().filter_map(first).collect()
+}
+
+/// Wakes consumers at once for the streams that answered. If more came until their ends were learnt, consumers are woken
+/// once more: the next read begins after those ends.
+async fn answered(shared: &Shared, seen: &mut Seen, streams: Vec<(String, EntryId)>) {
+    let own_key = shared.space.own("wake");
+    let events = !streams.is_empty() && streams.iter().all(|(key, _)| *key != own_key);
+    let Some(watched) = seen.watched.as_mut().filter(|_| events) else {
+        // Time passed, a stream is new, or an event came back: the server is asked first.
+        seen.watched = None;
+        seen.answered = streams.into_iter().map(|(key, _)| key).collect();
+        return;
+    };
+    watched.claimed = shared.claimed.load(Ordering::Relaxed);
+    shared.wakes.send_modify(|wakes| *wakes += 1);
+    let (keys, firsts): (Vec<String>, Vec<EntryId>) = streams.into_iter().unzip();
+    match shared.ends(&keys).await {
+        Ok(ends) => {
+            if ends.iter().zip(&firsts).any(|(end, first)| end != first) {
+                shared.wakes.send_modify(|wakes| *wakes += 1);
+            }
+            seen.ends.extend(keys.into_iter().zip(ends));
+        }
+        Err(_) => {
+            seen.watched = None;
+            seen.answered = keys;
+        }
+    }
 }
 
 /// Learns the ends of the streams that answered, and which keys are no streams.
@@ -239,8 +290,8 @@ async fn learn(shared: &Shared, registry: &Registry, seen: &mut Seen) -> Result<
     Ok(())
 }
 
-/// Notes an id before everything that comes, then lets consumers claim: what comes after that ends the read.
-async fn look(
+/// The read that ends with the next event, and the connection for it.
+async fn watch(
     shared: &Shared,
     connection: &mut Option<MultiplexedConnection>,
     seen: &mut Seen,
@@ -252,6 +303,37 @@ async fn look(
             connection.insert(new).clone()
         }
     };
+    let claimed = shared.claimed.load(Ordering::Relaxed);
+    // What was claimed since would only end the read.
+    let is_fresh = |watched: &Watched| claimed.wrapping_sub(watched.claimed) <= FEW;
+    let watched = match seen.watched.take().filter(is_fresh) {
+        Some(watched) => watched,
+        None => look(shared, seen).await?,
+    };
+    let watched = seen.watched.insert(watched);
+    let own_key = shared.space.own("wake");
+    let keys = watched.registry.streams.keys().chain([&own_key]);
+    let keys: Vec<&String> = keys.filter(|key| !seen.others.contains(*key)).collect();
+    let mut read = redis::cmd("XREAD");
+    let millis = u64::try_from(BLOCK.as_millis()).unwrap_or(u64::MAX);
+    read.arg("COUNT")
+        .arg(1)
+        .arg("BLOCK")
+        .arg(millis)
+        .arg("STREAMS");
+    for key in &keys {
+        read.arg(key.as_str());
+    }
+    let common = watched.common;
+    for key in &keys {
+        let end = seen.ends.get(*key).copied();
+        read.arg(end.unwrap_or(common).max(common).to_string());
+    }
+    Ok((own, read))
+}
+
+/// Notes an id before everything that comes, then lets consumers claim: what comes after that ends the read.
+async fn look(shared: &Shared, seen: &mut Seen) -> Result<Watched> {
     let (registry, end) = loop {
         let registry = shared.registry();
         let mut answer = shared
@@ -269,26 +351,14 @@ async fn look(
         tokio::time::sleep(Duration::from_millis(5)).await;
     };
     learn(shared, &registry, seen).await?;
-    let own_key = shared.space.own("wake");
-    let keys = registry.streams.keys().chain([&own_key]);
-    let keys: Vec<&String> = keys.filter(|key| !seen.others.contains(*key)).collect();
     let common = EntryId::parse(&end).ok_or_else(|| errors::unreadable("an id"))?;
+    let claimed = shared.claimed.load(Ordering::Relaxed);
     shared.wakes.send_modify(|wakes| *wakes += 1);
-    let mut read = redis::cmd("XREAD");
-    let millis = u64::try_from(BLOCK.as_millis()).unwrap_or(u64::MAX);
-    read.arg("COUNT")
-        .arg(1)
-        .arg("BLOCK")
-        .arg(millis)
-        .arg("STREAMS");
-    for key in &keys {
-        read.arg(key.as_str());
-    }
-    for key in &keys {
-        let end = seen.ends.get(*key).copied();
-        read.arg(end.unwrap_or(common).max(common).to_string());
-    }
-    Ok((own, read))
+    Ok(Watched {
+        registry,
+        common,
+        claimed,
+    })
 }
 
 fn note(what: &str, done: Result<()>) {

@@ -14,9 +14,10 @@
 //! (JSON or binary envelope), or as plain fields.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use bytes::Bytes;
-use everbus_core::{Attributes, Code, Error, Event, EventId, Result, Timestamp};
+use everbus_core::{Attributes, Code, Error, Event, EventId, Result, Shard, Timestamp};
 use everbus_dialects::{Beside, Dialect, decode_beside, encode};
 use serde_json::{Map, Value};
 use sha2::{Digest as _, Sha256};
@@ -115,17 +116,10 @@ pub(crate) fn digest(event: &Event) -> String {
     add(event.event_type().as_bytes());
     add(&event.version().to_be_bytes());
     add(event.content_type().as_bytes());
-    let none = Attributes::default();
-    let attributes = event.attributes().unwrap_or(&none);
-    let same = serde_json::json!([
-        attributes.tenant,
-        attributes.app,
-        attributes.entity,
-        attributes.key,
-        attributes.metadata,
-        attributes.address,
-    ]);
-    add(same.to_string().as_bytes());
+    match event.attributes() {
+        None => add(NO_ATTRIBUTES.as_bytes()),
+        Some(attributes) => add(same_attributes(attributes).as_bytes()),
+    }
     // A payload that was moved to an object is the same payload.
     match event.overflow() {
         Some(moved) => add(moved.payload_sha256.as_bytes()),
@@ -134,13 +128,31 @@ pub(crate) fn digest(event: &Event) -> String {
     hex(&sum.finalize()[..16])
 }
 
+/// [`same_attributes`] of an event without attributes.
+const NO_ATTRIBUTES: &str = "[null,null,null,null,{},null]";
+
+/// The attributes that belong to the body of an event, as JSON.
+fn same_attributes(attributes: &Attributes) -> String {
+    serde_json::json!([
+        attributes.tenant,
+        attributes.app,
+        attributes.entity,
+        attributes.key,
+        attributes.metadata,
+        attributes.address,
+    ])
+    .to_string()
+}
+
 fn hex(bytes: &[u8]) -> String {
-    use std::fmt::Write as _;
-    let text = String::with_capacity(bytes.len() * 2);
-    bytes.iter().fold(text, |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    const DIGITS: [char; 16] = [
+        '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'a', 'b', 'c', 'd', 'e', 'f',
+    ];
+    let digit = |half: u8| DIGITS[usize::from(half & 15)];
+    let pairs = bytes.iter().flat_map(|byte| [byte >> 4, *byte]);
+    let mut text = String::with_capacity(bytes.len() * 2);
+    text.extend(pairs.map(digit));
+    text
 }
 
 /// An entry as it was read: the event, and why it is not one of this stream's dialect, if it is not.
@@ -153,19 +165,33 @@ pub(crate) struct Read {
     pub(crate) retries: u32,
 }
 
+/// A stream that entries are read from: what all of them have in common.
+#[derive(Debug)]
+pub(crate) struct Source {
+    pub(crate) key: Arc<str>,
+    /// The dotted type.
+    dotted: Arc<str>,
+    pub(crate) shard: Shard,
+    dialect: Dialect,
+}
+
+impl Source {
+    pub(crate) fn new(space: &Space, key: &str, dialect: Dialect) -> Result<Self> {
+        Ok(Self {
+            key: key.into(),
+            dotted: space.types(key).swap_remove(0).into(),
+            shard: space.shard(key)?,
+            dialect,
+        })
+    }
+}
+
 /// What is known of an entry beside its fields.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Around<'a> {
     pub(crate) space: &'a Space,
-    pub(crate) key: &'a str,
+    pub(crate) source: &'a Source,
     pub(crate) id: EntryId,
-    pub(crate) dialect: Dialect,
-}
-
-impl Around<'_> {
-    fn dotted(&self) -> String {
-        self.space.types(self.key).swap_remove(0)
-    }
 }
 
 /// Reads an entry. It never fails: an entry that is not of the dialect is an event with the raw bytes.
@@ -196,11 +222,11 @@ fn own<'a>(
     let occurred_at = Timestamp::from_micros(parts.next()?.parse().ok()?);
     let dialect = match parts.next() {
         Some(name) => name.parse().ok()?,
-        None => around.dialect,
+        None => around.source.dialect,
     };
-    let event_type = match field(TYPE) {
-        Some(name) => std::str::from_utf8(name).ok()?.to_owned(),
-        None => around.dotted(),
+    let event_type: Arc<str> = match field(TYPE) {
+        Some(name) => std::str::from_utf8(name).ok()?.into(),
+        None => around.source.dotted.clone(),
     };
     let attributes = match field(ATTRIBUTES) {
         Some(json) => Some(Box::new(serde_json::from_slice::<Attributes>(json).ok()?)),
@@ -215,7 +241,6 @@ fn own<'a>(
             event.payload().clone()
         }
     };
-    let event_type = event_type.into();
     Some(Event::from_stored(
         id,
         event_type,
@@ -307,21 +332,26 @@ fn of_others(around: Around<'_>, fields: &[Bytes], data: Option<&Bytes>) -> Read
         Some(data) => unwrap(data),
         None => (object(fields), HashMap::new()),
     };
-    let dotted = around.dotted();
+    let Source {
+        key,
+        dotted,
+        dialect,
+        ..
+    } = around.source;
     let time = around.id.time();
     let foreign_id = || {
-        let place = format!("{}:{}", around.key, around.id);
+        let place = format!("{key}:{}", around.id);
         let known = headers.get("message_id");
-        EventId::from_foreign(around.key, known.unwrap_or(&place))
+        EventId::from_foreign(key, known.unwrap_or(&place))
     };
     let by_dialect = |dialect: Dialect| {
-        let beside = beside(dialect, &dotted, time);
-        decode_beside(&body, dialect, &beside).map(|event| in_stream(around, &dotted, event))
+        let beside = beside(dialect, dotted, time);
+        decode_beside(&body, dialect, &beside).map(|event| in_stream(around, event))
     };
-    let read = match around.dialect {
+    let read = match *dialect {
         // Services of the framework write its documents without being asked.
         Dialect::Native => by_dialect(Dialect::Framework).or_else(|_| {
-            Event::builder(dotted.clone())
+            Event::builder(&**dotted)
                 .id(foreign_id())
                 .occurred_at(time)
                 .payload(body.clone())
@@ -332,7 +362,6 @@ fn of_others(around: Around<'_>, fields: &[Bytes], data: Option<&Bytes>) -> Read
     let (event, foreign) = match read {
         Ok(event) => (event, None),
         Err(error) => {
-            let (dialect, key) = (around.dialect, around.key);
             let why = format!("an entry of {key} is not of the dialect {dialect}: {error}");
             let attributes = Attributes {
                 content_type: Some("application/octet-stream".to_owned()),
@@ -340,7 +369,7 @@ fn of_others(around: Around<'_>, fields: &[Bytes], data: Option<&Bytes>) -> Read
                 ..Attributes::default()
             };
             let attributes = Some(Box::new(attributes));
-            let raw = Event::from_stored(foreign_id(), dotted.into(), 1, time, body, attributes);
+            let raw = Event::from_stored(foreign_id(), dotted.clone(), 1, time, body, attributes);
             (raw, Some(why))
         }
     };
@@ -355,8 +384,9 @@ fn of_others(around: Around<'_>, fields: &[Bytes], data: Option<&Bytes>) -> Read
 
 /// An event belongs to the stream that it is in: a document that names a type of another stream would be passed
 /// over by every group.
-fn in_stream(around: Around<'_>, dotted: &str, event: Event) -> Event {
-    if around.space.stream(event.event_type()) == around.key {
+fn in_stream(around: Around<'_>, event: Event) -> Event {
+    let Source { key, dotted, .. } = around.source;
+    if around.space.stream(event.event_type()) == **key {
         return event;
     }
     let mut attributes = event.attributes().cloned().unwrap_or_default();
@@ -366,7 +396,7 @@ fn in_stream(around: Around<'_>, dotted: &str, event: Event) -> Event {
     let (id, version, at) = (event.id(), event.version(), event.occurred_at());
     Event::from_stored(
         id,
-        dotted.into(),
+        dotted.clone(),
         version,
         at,
         event.payload().clone(),
@@ -380,17 +410,19 @@ mod tests {
 
     use super::*;
 
-    fn around<'a>(space: &'a Space, key: &'a str, dialect: Dialect) -> Around<'a> {
+    /// Reads an entry of `orders:order-placed`.
+    fn read(space: &Space, dialect: Dialect, fields: &[Bytes]) -> Read {
+        let source = Source::new(space, "orders:order-placed", dialect).unwrap();
         let id = EntryId {
             ms: 1_700_000_000_000,
             seq: 3,
         };
-        Around {
+        let around = Around {
             space,
-            key,
+            source: &source,
             id,
-            dialect,
-        }
+        };
+        super::read(around, fields)
     }
 
     fn entry(fields: &[(&str, &[u8])]) -> Fields {
@@ -421,7 +453,7 @@ mod tests {
                     assert_eq!(*dialect, Dialect::Workflow);
                     continue;
                 };
-                let back = read(around(&space, "orders:order-placed", *dialect), &fields);
+                let back = read(&space, *dialect, &fields);
                 assert_eq!(back.event, event, "{dialect}");
                 assert_eq!(back.foreign, None);
                 assert_eq!(back.received_at.as_micros(), 1_700_000_000_000_000);
@@ -460,8 +492,7 @@ mod tests {
         binary.extend(document.as_bytes());
         for data in [json.as_bytes(), &binary] {
             for dialect in [Dialect::Framework, Dialect::Native] {
-                let around = around(&space, "orders:order-placed", dialect);
-                let read = read(around, &entry(&[(DATA, data)]));
+                let read = read(&space, dialect, &entry(&[(DATA, data)]));
                 assert_eq!(read.foreign, None);
                 assert_eq!(read.retries, 2);
                 assert_eq!(read.event.display_id(), "e-1");
@@ -475,10 +506,13 @@ mod tests {
     #[test]
     fn entries_of_others_are_read() {
         let space = Space::new("");
-        let at = |dialect| around(&space, "orders:order-placed", dialect);
         let odd = document("OrderPlaced");
         let data = json!({"data": odd}).to_string();
-        let odd = read(at(Dialect::Framework), &entry(&[(DATA, data.as_bytes())]));
+        let odd = read(
+            &space,
+            Dialect::Framework,
+            &entry(&[(DATA, data.as_bytes())]),
+        );
         assert_eq!(
             odd.event.event_type(),
             "orders.order.placed",
@@ -487,24 +521,30 @@ mod tests {
         assert_eq!(odd.event.metadata()["event_type"], "OrderPlaced");
         let garbage: &[u8] = b"\xff\x00 no document";
         let fields = entry(&[(DATA, garbage)]);
-        let first = read(at(Dialect::Framework), &fields);
+        let first = read(&space, Dialect::Framework, &fields);
         assert!(first.foreign.unwrap().contains("framework"));
         assert_eq!(&first.event.payload()[..], garbage);
-        let again = read(at(Dialect::Framework), &fields);
+        let again = read(&space, Dialect::Framework, &fields);
         assert_eq!(first.event.id(), again.event.id(), "always the same id");
         let cut = [BINARY, b"\x00\x01\x00"].concat();
         assert!(
-            read(at(Dialect::Framework), &entry(&[(DATA, &cut)]))
+            read(&space, Dialect::Framework, &entry(&[(DATA, &cut)]))
                 .foreign
                 .is_some()
         );
         let plain = entry(&[("order", b"42"), ("name", b"x")]);
-        let plain = read(at(Dialect::Native), &plain);
+        let plain = read(&space, Dialect::Native, &plain);
         assert_eq!(plain.foreign, None);
         assert_eq!(
             plain.event.json::<Value>().unwrap(),
             json!({"order": 42, "name": "x"})
         );
+    }
+
+    #[test]
+    fn no_attributes_have_the_digest_of_empty_ones() {
+        assert_eq!(same_attributes(&Attributes::default()), NO_ATTRIBUTES);
+        assert_eq!(hex(&[0, 0x9a, 0xff]), "009aff");
     }
 
     #[test]

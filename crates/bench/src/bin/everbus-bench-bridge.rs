@@ -148,7 +148,9 @@ impl Places {
             Place::Kafka => {
                 let start = || Kafka::start(&KafkaOptions::default());
                 let server = self.kafka.take().or_else(start);
-                let server = self.kafka.insert(server.ok_or_else(|| missing("Kafka"))?);
+                let server = self
+                    .kafka
+                    .insert(server.ok_or_else(|| missing("Kafka (with EVERBUS_KAFKA=1)"))?);
                 server.fresh_space()
             }
         })

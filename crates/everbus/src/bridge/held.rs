@@ -43,6 +43,10 @@ impl Held {
         }
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.lock().is_empty()
+    }
+
     pub(super) fn leases(&self) -> Vec<Lease> {
         let held = self.0.lock();
         held.values().map(|one| one.lease.clone()).collect()

@@ -55,7 +55,7 @@ use everbus_core::{
     Settlement, StartFrom, Verdict, no_group,
 };
 use parking_lot::Mutex;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 
 use self::held::Held;
@@ -75,8 +75,9 @@ const AHEAD: usize = 2;
 const PREFETCH: usize = BATCH * 6;
 /// How long an event stays with a bridge that died before another one gets it, where the engine does not notice.
 const LEASE: Duration = Duration::from_secs(60);
-/// How often the lag is looked at.
+/// How often the lag is looked at, and how soon again if nothing is in flight.
 const LOOK: Duration = Duration::from_millis(200);
+const LOOK_IDLE: Duration = Duration::from_millis(10);
 /// The first and the longest pause between tries during an outage.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
@@ -99,6 +100,8 @@ pub struct Bridge {
     counters: Arc<Mutex<BridgeStats>>,
     homes: Homes,
     phase: watch::Sender<Phase>,
+    /// Everything in flight is settled: the run may have caught up.
+    idle: Notify,
 }
 
 /// What a run is to do.
@@ -132,6 +135,7 @@ impl Bridge {
             counters: Arc::default(),
             homes: Homes::default(),
             phase: watch::Sender::new(Phase::Run),
+            idle: Notify::new(),
         }
     }
 
@@ -336,6 +340,9 @@ impl Bridge {
                 }
             }
             pause = FIRST_PAUSE;
+            if held.is_empty() {
+                self.idle.notify_one();
+            }
         }
         Ok(())
     }
@@ -426,7 +433,10 @@ impl Bridge {
                 Err(error) => return error,
             }
             // Counting a large backlog takes its time.
-            tokio::time::sleep(LOOK.max(began.elapsed() * 10)).await;
+            let least = began.elapsed() * 10;
+            tokio::time::sleep(least.max(LOOK_IDLE)).await;
+            let rest = LOOK.saturating_sub(least);
+            let _ = tokio::time::timeout(rest, self.idle.notified()).await;
         }
     }
 

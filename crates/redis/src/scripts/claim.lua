@@ -86,15 +86,42 @@ local token = nil
 local MOST_BYTES = 8388608
 local bytes = 0
 local function has_room() return #out < want and bytes < MOST_BYTES end
+
+-- What was handed out and is not recorded yet: many events in one command each are quicker than one by one.
+local members, states, leases, dues = {}, {}, {}, {}
+local function record_all()
+  if #members == 0 then return end
+  redis.call('HSET', ST, unpack(states))
+  redis.call('ZADD', LEASE, unpack(leases))
+  for key, waiting in pairs(dues) do redis.call('ZREM', due_set(g, key), unpack(waiting)) end
+  local failures = redis.call('HMGET', FAIL, unpack(members))
+  local again = redis.call('HMGET', P .. 'again:' .. g, unpack(members))
+  local before = #out - #members
+  for i = 1, #members do
+    out[before + i][5] = failures[i] or ''
+    out[before + i][7] = again[i] or '0'
+  end
+  members, states, leases, dues = {}, {}, {}, {}
+end
+
 local function hand_out(member, key, id, attempts, okey, fields)
   for _, field in ipairs(fields) do bytes = bytes + #field end
   token = token or tonumber(redis.call('INCRBY', P .. 'token', want)) - want
   token = token + 1
-  redis.call('HSET', ST, member, state('F', int(token), attempts, tag, okey))
-  redis.call('ZREM', due_set(g, key), member)
-  redis.call('ZADD', LEASE, until_, member)
-  out[#out + 1] = { key, id, int(token), int(attempts), redis.call('HGET', FAIL, member) or '', fields,
-    redis.call('HGET', P .. 'again:' .. g, member) or '0' }
+  local proof = int(token)
+  local n = #members + 1
+  members[n] = member
+  states[2 * n - 1], states[2 * n] = member, state('F', proof, attempts, tag, okey)
+  leases[2 * n - 1], leases[2 * n] = until_, member
+  local waiting = dues[key]
+  if not waiting then
+    waiting = {}
+    dues[key] = waiting
+  end
+  waiting[#waiting + 1] = member
+  out[#out + 1] = { key, id, proof, int(attempts), '', fields, '0' }
+  -- Later events of its key look at its state.
+  if okey ~= '' or n >= BULK then record_all() end
 end
 
 -- Whether an event of a key must wait: an earlier one is unfinished, or a later one is being handled.
@@ -143,6 +170,7 @@ for _, key in ipairs(may) do
         lost[#lost + 1] = member
       end
     end
+    record_all()
   end
 end
 
@@ -285,6 +313,7 @@ else
   take_plain()
 end
 
+record_all()
 if #out > 0 then redis.call('HSET', P .. 'active', g, int(NOW)) end
 wake()
 local soon = nil

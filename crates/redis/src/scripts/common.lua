@@ -1,6 +1,8 @@
 -- What the scripts share. KEYS[1] is the prefix of all keys of the engine.
 local P = KEYS[1]
 local SEQS = 4194304
+-- The most events in one command: the arguments of a call are bounded.
+local BULK = 500
 
 local function int(n) return string.format('%.0f', n) end
 
@@ -225,7 +227,8 @@ local function check(event, seen)
     event.same = known
     return nil
   end
-  local kept = redis.call('GET', P .. 'id:' .. event.id)
+  local kept = event.kept
+  if kept == nil then kept = redis.call('GET', P .. 'id:' .. event.id) end
   if kept then
     local digest, id, key = string.match(kept, '^(%S+) (%S+) (.*)$')
     if digest ~= event.digest then return { 'reused', event.id } end
@@ -233,6 +236,15 @@ local function check(event, seen)
   end
   seen[event.id] = event
   return nil
+end
+
+-- Asks for the ids of many events at once, for [check], before anything is written.
+local function look_up(events)
+  for first = 1, #events, BULK do
+    local keys = {}
+    for i = first, math.min(first + BULK - 1, #events) do keys[#keys + 1] = P .. 'id:' .. events[i].id end
+    for i, kept in ipairs(redis.call('MGET', unpack(keys))) do events[first + i - 1].kept = kept end
+  end
 end
 
 local function append(event, window)
@@ -305,7 +317,15 @@ local function promote(g, okey)
   end
 end
 
--- The group is done with an event: the next one of its key may come.
+-- The next event of the key of a finished event may come.
+local function finish_key(g, member, okey)
+  if okey == '' then return end
+  local id, key = of(member)
+  redis.call('ZREM', key_set(g, okey), pad(id) .. '@' .. key)
+  promote(g, okey)
+end
+
+-- The group is done with an event.
 local function finish(g, name, member, okey)
   local id, key = of(member)
   redis.call('XACK', key, name, id)
@@ -314,10 +334,7 @@ local function finish(g, name, member, okey)
   redis.call('ZREM', due_set(g, key), member)
   redis.call('HDEL', P .. 'fail:' .. g, member)
   redis.call('HDEL', P .. 'again:' .. g, member)
-  if okey ~= '' then
-    redis.call('ZREM', key_set(g, okey), pad(id) .. '@' .. key)
-    promote(g, okey)
-  end
+  finish_key(g, member, okey)
 end
 
 -- An event that a group has finished, or never wanted, is delivered to it once more.

@@ -1,16 +1,52 @@
 -- Applies verdicts: each one whole or not at all. Arguments: window in ms, number of
--- verdicts; for each: group, its name, event, token, verdict, delay, failure, reason, inbox record, dead letter
--- (stream and fields), notices and follow-ups.
+-- verdicts; for each: verdict, group, its name, event, token. An ack without anything else (K) ends there; the others go
+-- on with delay, failure, reason, inbox record, dead letter (stream and fields), notices and follow-ups.
 local window, n = arg(), num()
 local answers = {}
-for i = 1, n do
-  local g, name, member, token, verdict, delay = arg(), arg(), arg(), arg(), arg(), num()
-  local failure, reason, inbox = arg(), arg(), arg()
-  local dlq, letter = arg(), {}
-  for j = 1, num() do letter[j] = arg() end
-  local notices, follow = {}, {}
-  for j = 1, num() do notices[j] = read_event() end
-  for j = 1, num() do follow[j] = read_event() end
+
+-- Acks without anything else, of one group: they are applied together.
+local acks = {}
+local function settle_acks()
+  if #acks == 0 then return end
+  local g, name = acks[1].g, acks[1].name
+  local asked = {}
+  for i, ack in ipairs(acks) do asked[i] = ack.member end
+  local texts = redis.call('HMGET', P .. 'st:' .. g, unpack(asked))
+  local ends = redis.call('ZMSCORE', P .. 'lease:' .. g, unpack(asked))
+  local members, ids, okeys = {}, {}, {}
+  for i, ack in ipairs(acks) do
+    local member = ack.member
+    local kind, held, _, by, okey
+    if texts[i] and not okeys[member] then kind, held, _, by, okey = read_state(texts[i]) end
+    if kind == 'F' and held .. '|' .. by == ack.token and tonumber(ends[i] or '0') > NOW then
+      answers[ack.at] = 'ok'
+      members[#members + 1] = member
+      okeys[member] = okey
+      local id, key = of(member)
+      ids[key] = ids[key] or { {}, {} }
+      table.insert(ids[key][1], id)
+      table.insert(ids[key][2], member)
+    else
+      answers[ack.at] = 'lost'
+    end
+  end
+  acks = {}
+  if #members == 0 then return end
+  begin(g)
+  redis.call('HDEL', P .. 'st:' .. g, unpack(members))
+  redis.call('ZREM', P .. 'lease:' .. g, unpack(members))
+  redis.call('HDEL', P .. 'fail:' .. g, unpack(members))
+  redis.call('HDEL', P .. 'again:' .. g, unpack(members))
+  for _, member in ipairs(members) do finish_key(g, member, okeys[member]) end
+  redis.call('HSET', P .. 'active', g, int(NOW))
+  -- Last: a key that is no stream any more fails here, and what is unfinished must not look acknowledged.
+  for key, of_key in pairs(ids) do
+    redis.call('ZREM', due_set(g, key), unpack(of_key[2]))
+    redis.call('XACK', key, name, unpack(of_key[1]))
+  end
+end
+
+local function settle_one(i, g, name, member, token, verdict, delay, failure, reason, inbox, dlq, letter, notices, follow)
   local text = redis.call('HGET', P .. 'st:' .. g, member)
   local kind, held, attempts, by, okey
   if text then kind, held, attempts, by, okey = read_state(text) end
@@ -93,6 +129,24 @@ for i = 1, n do
   end
   answers[i] = answer
 end
+
+for i = 1, n do
+  local verdict, g, name, member, token = arg(), arg(), arg(), arg(), arg()
+  local plain = verdict == 'K'
+  if #acks > 0 and (not plain or acks[1].g ~= g or #acks >= BULK) then settle_acks() end
+  if plain then
+    acks[#acks + 1] = { at = i, g = g, name = name, member = member, token = token }
+  else
+    local delay, failure, reason, inbox = num(), arg(), arg(), arg()
+    local dlq, letter = arg(), {}
+    for j = 1, num() do letter[j] = arg() end
+    local notices, follow = {}, {}
+    for j = 1, num() do notices[j] = read_event() end
+    for j = 1, num() do follow[j] = read_event() end
+    settle_one(i, g, name, member, token, verdict, delay, failure, reason, inbox, dlq, letter, notices, follow)
+  end
+end
+settle_acks()
 keep_last()
 wake()
 return answers

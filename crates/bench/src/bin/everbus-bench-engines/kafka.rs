@@ -27,7 +27,7 @@ fn server() -> Outcome<&'static Kafka> {
     let server = SERVER.get_or_init(|| Kafka::start(&KafkaOptions::default()));
     server
         .as_ref()
-        .ok_or_else(|| "Kafka is not installed".into())
+        .ok_or_else(|| "Kafka is not installed, or EVERBUS_KAFKA=1 is not set".into())
 }
 
 pub(crate) async fn ours(plan: &Plan, payload: usize) -> Outcome<Round> {

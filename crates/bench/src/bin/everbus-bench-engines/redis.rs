@@ -192,9 +192,7 @@ impl Raw {
         let mut call = Self::call(&self.settle);
         call.arg(WINDOW).arg(events.len());
         for (member, token) in &events {
-            call.arg(GROUP).arg(GROUP).arg(member).arg(token).arg("A");
-            call.arg(0).arg("").arg("").arg("");
-            call.arg("").arg(0).arg(0).arg(0);
+            call.arg("K").arg(GROUP).arg(GROUP).arg(member).arg(token);
         }
         let mut connection = self.connection.clone();
         let answers: Vec<String> = call.query_async(&mut connection).await?;
