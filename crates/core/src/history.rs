@@ -1,7 +1,7 @@
 //! The history: what happened to a tenant, an app or an entity, page by page.
 //!
-//! A query filters by tenant, app, entity and type. The eight combinations of the *workflow* table have an
-//! index each; for others the store combines indexes. The order is that of the log, which is the order of
+//! A query filters by tenant, app, entity, type and correlation id. The eight combinations of the *workflow* table
+//! have an index each; for others the store combines indexes. The order is that of the log, which is the order of
 //! [`Recorded::received_at`]: it never changes and never decreases, whatever the clocks of the publishers
 //! do, so a page that was read stays the same.
 
@@ -58,6 +58,9 @@ pub struct HistoryQuery {
     pub entity: Option<Entity>,
     /// Only types that match. An exact type can use an index.
     pub types: Option<Pattern>,
+    /// Only events that were published with this correlation id. The event that everything began with has none:
+    /// its id is that of the others, and [`Lookup::find`](crate::Lookup::find) finds it.
+    pub correlation_id: Option<String>,
     /// Only events received at or after this time.
     pub since: Option<Timestamp>,
     /// Only events received at or before this time.
@@ -77,6 +80,7 @@ impl Default for HistoryQuery {
             app: None,
             entity: None,
             types: None,
+            correlation_id: None,
             since: None,
             until: None,
             order: Order::Newest,
@@ -115,6 +119,13 @@ impl HistoryQuery {
     #[must_use]
     pub fn types(mut self, pattern: Pattern) -> Self {
         self.types = Some(pattern);
+        self
+    }
+
+    /// Only events that were published with this correlation id.
+    #[must_use]
+    pub fn correlation_id(mut self, id: impl Into<String>) -> Self {
+        self.correlation_id = Some(id.into());
         self
     }
 
@@ -200,6 +211,10 @@ impl HistoryQuery {
         };
         same(&self.tenant, a.and_then(|a| a.tenant.as_ref()))
             && same(&self.app, a.and_then(|a| a.app.as_ref()))
+            && same(
+                &self.correlation_id,
+                a.and_then(|a| a.correlation_id.as_ref()),
+            )
             && self
                 .entity
                 .as_ref()
@@ -219,6 +234,10 @@ impl HistoryQuery {
         hash.text(entity.map(|e| e.kind.as_str()));
         hash.text(entity.map(|e| e.id.as_str()));
         hash.text(self.types.as_ref().map(Pattern::as_str));
+        if let Some(id) = &self.correlation_id {
+            // Cursors of queries without one stay as they were.
+            hash.text(Some(id));
+        }
         for time in [self.since, self.until] {
             hash.text(time.map(|t| t.as_micros().to_string()).as_deref());
         }
@@ -317,6 +336,12 @@ pub trait History: Send + Sync + 'static {
 
     /// How many events match a query in total, without its limit and cursor, counted up to `limit`.
     fn count(&self, query: HistoryQuery, limit: u64) -> BoxFuture<'_, Result<u64>>;
+
+    /// Whether an index answers [`HistoryQuery::correlation_id`]. Without one the log is read, which takes as long as
+    /// the log.
+    fn indexes_correlations(&self) -> bool {
+        false
+    }
 }
 
 /// Fowler–Noll–Vo, 32 bits: enough to detect a cursor of another query.
@@ -360,6 +385,7 @@ mod tests {
         for other in [
             HistoryQuery::default().tenant("b"),
             HistoryQuery::default().app("a"),
+            HistoryQuery::default().tenant("a").correlation_id("r"),
             HistoryQuery::default().tenant("a").order(Order::Oldest),
             HistoryQuery::default().tenant("a").since(Timestamp::EPOCH),
         ] {

@@ -64,13 +64,49 @@ impl Timestamp {
     }
 }
 
+/// The form of every time, with the places of its digits.
+const FORM: [u8; 27] = *b"0000-00-00T00:00:00.000000Z";
+
 impl fmt::Display for Timestamp {
+    /// Written here, because every event in an answer has two times.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match jiff::Timestamp::from_microsecond(self.0) {
-            Ok(t) => write!(f, "{t:.6}"),
-            Err(_) => write!(f, "{}us", self.0),
+        let (seconds, micros) = (self.0.div_euclid(1_000_000), self.0.rem_euclid(1_000_000));
+        let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));
+        let (year, month, day) = date(days);
+        let mut text = FORM;
+        for (last, width, number) in [
+            (3, 4, year),
+            (6, 2, month),
+            (9, 2, day),
+            (12, 2, second / 3600),
+            (15, 2, second / 60 % 60),
+            (18, 2, second % 60),
+            (25, 6, micros),
+        ] {
+            let mut left = number.unsigned_abs();
+            for place in text[last + 1 - width..=last].iter_mut().rev() {
+                *place += (left % 10) as u8;
+                left /= 10;
+            }
         }
+        f.write_str(std::str::from_utf8(&text).unwrap_or_default())
     }
+}
+
+/// The year, month and day of a number of days since 1970.
+fn date(days: i64) -> (i64, i64, i64) {
+    // Years begin in March here, so that the leap day is the last of its year; 400 years have 146,097 days.
+    let since_march_0 = days + 719_468;
+    let (era, day) = (
+        since_march_0.div_euclid(146_097),
+        since_march_0.rem_euclid(146_097),
+    );
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day_of_year = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    (era * 400 + year + i64::from(month <= 2), month, day)
 }
 
 impl FromStr for Timestamp {
@@ -112,6 +148,23 @@ mod tests {
         assert_eq!(a.to_string().parse::<Timestamp>().unwrap(), a);
         assert!(a.to_string() < b.to_string());
         assert_eq!(a.to_string(), "2023-11-14T22:13:20.000000Z");
+    }
+
+    #[test]
+    fn every_time_is_written_as_the_calendar_library_writes_it() {
+        // Steps of 11 days and some hours meet every month, and the days around each 1 March.
+        let mut at = FIRST;
+        while at < LAST {
+            for near in [at, at + 86_399_999_999, at - at.rem_euclid(86_400_000_000)] {
+                let near = near.clamp(FIRST, LAST);
+                let wanted = jiff::Timestamp::from_microsecond(near).unwrap();
+                assert_eq!(
+                    Timestamp::from_micros(near).to_string(),
+                    format!("{wanted:.6}")
+                );
+            }
+            at += 987_654_321_123;
+        }
     }
 
     #[test]

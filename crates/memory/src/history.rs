@@ -65,4 +65,9 @@ impl History for Memory {
             Ok(found.count() as u64)
         })
     }
+
+    // There is none, and a scan of the memory is short.
+    fn indexes_correlations(&self) -> bool {
+        true
+    }
 }

@@ -6,7 +6,7 @@ use rusqlite::Connection;
 use crate::errors::from_sqlite;
 
 /// The version of the tables this build reads and writes.
-pub const VERSION: i32 = 7;
+pub const VERSION: i32 = 8;
 
 /// The oldest version that this build reads. Development builds wrote older ones.
 const OLDEST: i32 = 7;
@@ -22,6 +22,8 @@ const MIGRATIONS: &[&str] = &[
         include_str!("schema.sql"),
         include_str!("views.sql")
     ),
+    // The history's index also has correlation ids: it is built again.
+    "UPDATE history_runs SET state = 2",
 ];
 
 /// The first SQLite with the fix for lost commits after a WAL reset, and the older release lines that got it

@@ -180,7 +180,7 @@ CREATE INDEX everbus_early_payloads_timestamp ON everbus_early_payloads (timesta
 
 -- HISTORY. Runs of postings, written in sorted batches some way behind the log, and merged as they
 -- age. A posting is (scope, seq): a scope is the hash of one of the eight combinations of tenant, app,
--- entity and type. What lies beyond the last run is found by reading the log itself.
+-- entity and type, or of a correlation id. What lies beyond the last run is found by reading the log itself.
 CREATE TABLE history_runs (
   id      INTEGER PRIMARY KEY AUTOINCREMENT,
   level   INTEGER NOT NULL,

@@ -87,6 +87,7 @@ fn query(args: &EventsArgs) -> Outcome<HistoryQuery> {
         order: args.page.order(),
         limit: args.page.limit,
         cursor: args.cursor.clone(),
+        ..HistoryQuery::default()
     };
     query.validate()?;
     Ok(query)

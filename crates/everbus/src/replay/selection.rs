@@ -89,7 +89,7 @@ impl Selection {
             until: self.until,
             order: Order::Oldest,
             limit,
-            cursor: None,
+            ..HistoryQuery::default()
         }
     }
 

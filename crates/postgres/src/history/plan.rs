@@ -28,6 +28,12 @@ pub(super) fn condition(query: &HistoryQuery, types: Option<Vec<i32>>) -> Condit
         condition.and(&named("entity_id"), storable(&entity.id));
         condition.and("log.entity_type = ?", storable(&entity.kind));
     }
+    if let Some(id) = &query.correlation_id {
+        condition.and(
+            "everbus.everbus_json(log.attrs) ->> 'correlation_id' = ?",
+            storable(id),
+        );
+    }
     if let Some(types) = types {
         match types.as_slice() {
             [one] => condition.and("log.type = ?", *one),
@@ -75,6 +81,9 @@ pub(super) fn text(query: &HistoryQuery) -> String {
     };
     if query.types.is_some() && !index.contains("type") {
         filters.push("type");
+    }
+    if query.correlation_id.is_some() {
+        filters.push("correlation");
     }
     if filters.is_empty() {
         index

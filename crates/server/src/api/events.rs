@@ -80,7 +80,8 @@ pub(crate) struct EventsQuery {
     /// Only events whose payload contains this text. No index answers it: the search ends after two seconds, and
     /// `stopped` says so; continue with `next`.
     pub(crate) contains: Option<String>,
-    /// Only events with this correlation id; searched like `contains`.
+    /// Only events with this correlation id, and the event that has it as its own id. An engine without an index for
+    /// it searches like `contains`.
     pub(crate) correlation_id: Option<String>,
     /// Only events caused by this event; searched like `contains`.
     pub(crate) causation_id: Option<String>,
@@ -103,8 +104,8 @@ pub(crate) struct EventsPage {
 }
 
 impl EventsQuery {
-    /// The query of the store, in the bounds of the caller.
-    pub(crate) fn history(&self, caller: &Caller) -> Result<HistoryQuery, Problem> {
+    /// The query of the store, in the bounds of the caller. It has the correlation id if the store has an index for it.
+    fn history(&self, bus: &Bus, caller: &Caller) -> Result<HistoryQuery, Problem> {
         let mut query = HistoryQuery::default().limit(self.limit.unwrap_or(100));
         if query.limit == 0 || query.limit > 1000 {
             return Err(Problem::bad_request("the limit is between 1 and 1000"));
@@ -121,6 +122,9 @@ impl EventsQuery {
         if let Some(pattern) = &self.event_type {
             query = query.types(Pattern::new(&everbus::streams::canonical(pattern))?);
         }
+        if bus.history()?.indexes_correlations() {
+            query.correlation_id.clone_from(&self.correlation_id);
+        }
         (query.since, query.until) = (self.since, self.until);
         query.order = match self.order.as_deref() {
             None | Some("newest") => Order::Newest,
@@ -134,9 +138,11 @@ impl EventsQuery {
         Ok(query)
     }
 
-    /// Whether it has a filter that no index answers.
-    fn searches(&self) -> bool {
-        self.contains.is_some() || self.correlation_id.is_some() || self.causation_id.is_some()
+    /// Whether it has a filter that the query of the store does not have.
+    fn searches(&self, history: &HistoryQuery) -> bool {
+        self.contains.is_some()
+            || self.causation_id.is_some()
+            || self.correlation_id != history.correlation_id
     }
 
     fn matches(&self, record: &Recorded) -> bool {
@@ -169,17 +175,96 @@ pub(crate) async fn page(
     caller: &Caller,
     query: &EventsQuery,
 ) -> Result<EventsPage, Problem> {
-    let history = query.history(caller)?;
-    if !query.searches() {
-        let page = bus.history()?.query(history).await?;
+    let history = query.history(bus, caller)?;
+    match history.correlation_id {
+        Some(_) => correlated(bus, query, history).await,
+        None => found(bus, query, history).await,
+    }
+}
+
+async fn found(
+    bus: &Bus,
+    query: &EventsQuery,
+    history: HistoryQuery,
+) -> Result<EventsPage, Problem> {
+    if query.searches(&history) {
+        return search(bus, query, history).await;
+    }
+    let page = bus.history()?.query(history).await?;
+    Ok(EventsPage {
+        items: page.items,
+        next: page.next.map(|cursor| cursor.to_string()),
+        stopped: false,
+        plan: page.plan,
+    })
+}
+
+/// A page of the events of a correlation, from the index. The event that everything began with is not in the index:
+/// its own id is the correlation id. It is the oldest.
+async fn correlated(
+    bus: &Bus,
+    query: &EventsQuery,
+    mut history: HistoryQuery,
+) -> Result<EventsPage, Problem> {
+    let limit = history.limit;
+    let is_first = history.cursor.is_none() && history.order == Order::Oldest;
+    if history.order == Order::Oldest && !is_first {
+        return found(bus, query, history).await;
+    }
+    let Some(root) = began(bus, query, &history).await? else {
+        return found(bus, query, history).await;
+    };
+    if !is_first {
+        let mut page = found(bus, query, history.clone()).await?;
+        match (&page.next, page.items.last()) {
+            (Some(_), _) => {}
+            // A page of its own.
+            (None, Some(last)) if page.items.len() == limit => {
+                page.next = Some(history.cursor_after(last.position).to_string());
+            }
+            (None, _) => page.items.push(root),
+        }
+        return Ok(page);
+    }
+    let next = history.cursor_after(root.position).to_string();
+    history.limit = limit - 1;
+    if history.limit == 0 {
         return Ok(EventsPage {
-            items: page.items,
-            next: page.next.map(|cursor| cursor.to_string()),
+            items: vec![root],
+            next: Some(next),
             stopped: false,
-            plan: page.plan,
+            plan: "id".to_owned(),
         });
     }
-    search(bus, query, history).await
+    let mut page = found(bus, query, history).await?;
+    page.items.insert(0, root);
+    Ok(page)
+}
+
+/// The event whose own id is the correlation id, if it matches.
+async fn began(
+    bus: &Bus,
+    query: &EventsQuery,
+    history: &HistoryQuery,
+) -> Result<Option<Arc<Recorded>>, Problem> {
+    let id = query.correlation_id.as_ref();
+    let Some(Ok(id)) = id.map(|id| id.parse::<EventId>()) else {
+        return Ok(None);
+    };
+    let others = HistoryQuery {
+        correlation_id: None,
+        ..history.clone()
+    };
+    let found = bus.lookup()?.find(id).await?;
+    Ok(found.into_iter().find(|record| {
+        let at = record.received_at;
+        query.matches(record)
+            && others.matches(&record.event)
+            && history.since.is_none_or(|since| at >= since)
+            && history.until.is_none_or(|until| at <= until)
+            // One that was published with its own id as its correlation id is in the index.
+            && !history.matches(&record.event)
+    }))
 }
 
 /// Reads pages until enough events match, the history ends, or the time is over.
@@ -418,9 +503,9 @@ async fn descendants(
         tenant: root.event.tenant().map(str::to_owned),
         ..EventsQuery::default()
     };
-    let mut history = query.history(caller)?;
+    let mut history = query.history(bus, caller)?;
     history.limit = TREE_SIZE;
-    let page = search(bus, &query, history).await?;
+    let page = found(bus, &query, history).await?;
     let stopped = page.stopped || page.items.len() == TREE_SIZE;
     let mut by_cause: HashMap<String, Vec<Arc<Recorded>>> = HashMap::new();
     for record in page.items {

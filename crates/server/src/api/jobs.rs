@@ -381,6 +381,9 @@ struct Resumed {
     job_id: String,
     /// The tasks that were started again.
     resumed: Vec<String>,
+    /// Failed tasks that another task must complete for first: the next resume starts them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    waiting: Vec<String>,
 }
 
 async fn resume(
@@ -395,7 +398,8 @@ async fn resume(
     state.tasks().want();
     Ok(Answer(Resumed {
         job_id: id,
-        resumed,
+        resumed: resumed.started,
+        waiting: resumed.waiting,
     }))
 }
 

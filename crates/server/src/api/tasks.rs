@@ -7,7 +7,7 @@ use everbus::audit::{Action, Operator, audited};
 use everbus::{Clock as _, Code, SystemClock, Timestamp};
 use everbus_jobs::NewTask;
 use everbus_jobs::events::{Json, TASK, TaskState};
-use everbus_jobs::health::{HealthReport, Thresholds};
+use everbus_jobs::health::HealthReport;
 use everbus_jobs::state::TaskStatus;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -324,11 +324,13 @@ async fn cancel(
 struct HealthQuery {
     /// The tenant: `default` unless given.
     tenant: Option<String>,
-    /// A task that runs for longer than so many milliseconds is overtime; an hour unless given.
+    /// A task that runs for longer than so many milliseconds is overtime; as in the
+    /// settings unless given.
     overtime_ms: Option<u64>,
-    /// The milliseconds between two heartbeats of a worker; 20,000 unless given.
+    /// The milliseconds between two heartbeats of a worker; as in the settings unless given.
     heartbeat_ms: Option<u64>,
-    /// A task that waits for a worker for longer than so many milliseconds is named; 15 minutes unless given.
+    /// A task that waits for a worker for longer than so many milliseconds is named; as in the settings
+    /// unless given.
     pending_ms: Option<u64>,
 }
 
@@ -338,7 +340,7 @@ async fn health(
     Params(query): Params<HealthQuery>,
 ) -> Result<Answer<HealthReport>, Problem> {
     let jobs = of_caller(&state, &caller, query.tenant)?;
-    let mut thresholds = Thresholds::default();
+    let mut thresholds = state.options().task_health;
     for (given, threshold) in [
         (query.overtime_ms, &mut thresholds.overtime),
         (query.heartbeat_ms, &mut thresholds.heartbeat),

@@ -220,6 +220,30 @@ async fn the_tree_shows_what_caused_what() {
         types.sort_unstable();
         assert_eq!(types, ["step.one", "step.side", "step.three", "step.two"]);
     }
+    // All of them by their correlation id, which is the id of the first, in pages of any size and either order.
+    for (order, first) in [("oldest", "step.one"), ("newest", "step.three")] {
+        for limit in [1, 2, 3, 4, 100] {
+            let mut types = Vec::new();
+            let mut cursor = String::new();
+            loop {
+                let page = format!(
+                    "/v1/events?correlation_id={root}&order={order}&limit={limit}&cursor={cursor}"
+                );
+                let page = api.get(&page, None).await.ok(200);
+                let items = page["items"].as_array().unwrap();
+                assert!(items.len() <= limit);
+                types.extend(items.iter().map(|i| i["type"].as_str().unwrap().to_owned()));
+                match page["next"].as_str() {
+                    Some(next) => cursor = next.to_owned(),
+                    None => break,
+                }
+            }
+            assert_eq!(types.len(), 4, "{order} by {limit}: {types:?}");
+            assert_eq!(types[0], first, "{order} by {limit}");
+        }
+        let other = format!("/v1/events?correlation_id={root}&type=step.unrelated&order={order}");
+        assert_eq!(count(&api.get(&other, None).await.ok(200)), 0);
+    }
     api.stop().await;
 }
 

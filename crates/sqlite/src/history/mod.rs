@@ -70,6 +70,10 @@ impl History for SqliteEngine {
             Ok(search.into_count())
         })
     }
+
+    fn indexes_correlations(&self) -> bool {
+        true
+    }
 }
 
 /// Searches step by step; between two of them other queries get their turn.

@@ -22,6 +22,7 @@ impl Plan {
             app: query.app.as_deref().map(name),
             entity: query.entity.as_ref().map(|e| entity(&e.kind, &e.id)),
             event_type: exact.map(name),
+            correlation: query.correlation_id.as_deref().map(name),
         };
         let has = (
             query.tenant.is_some(),
@@ -42,8 +43,13 @@ impl Plan {
             (_, (false, false, true)) => &[Kind::Entity],
             (_, (false, false, false)) => &[],
         };
+        // Few events share a correlation id: they are compared with the other names one by one.
+        let kinds: &[Kind] = match query.correlation_id {
+            Some(_) => &[Kind::Correlation],
+            None => kinds,
+        };
         let names: Vec<&str> = kinds.iter().map(|kind| kind.name()).collect();
-        let covered = exact.is_some() && query.tenant.is_some();
+        let covered = exact.is_some() && query.tenant.is_some() && query.correlation_id.is_none();
         let filter = match &query.types {
             Some(_) if !covered => ", filter type",
             _ => "",
@@ -74,6 +80,7 @@ mod tests {
             "app" => q.app("a"),
             "entity" => q.entity("E", "1"),
             "type" => q.types("order.placed".parse().unwrap()),
+            "correlation" => q.correlation_id("r"),
             _ => q.types("order.*".parse().unwrap()),
         })
     }
@@ -99,6 +106,12 @@ mod tests {
             ("type app entity", "index app+entity, filter type", 1),
             ("order.* tenant", "index tenant, filter type", 1),
             ("order.* tenant app", "indexes tenant ∩ app, filter type", 2),
+            ("correlation", "index correlation", 1),
+            (
+                "type tenant correlation",
+                "index correlation, filter type",
+                1,
+            ),
             ("type", "scan, filter type", 0),
             ("order.*", "scan, filter type", 0),
             ("", "scan", 0),

@@ -1,4 +1,4 @@
-//! The keys of postings: the hash of one of eight combinations of names.
+//! The keys of postings: the hash of one of eight combinations of names, or of a correlation id.
 //!
 //! The hashes are in the file, so this arithmetic must never change. Two combinations with the same hash are
 //! harmless: every event that is found is compared with the query.
@@ -20,6 +20,8 @@ pub(crate) struct Named<'a> {
     pub(crate) app: Option<Text<'a>>,
     #[serde(borrow, default)]
     pub(crate) entity: Option<NamedEntity<'a>>,
+    #[serde(borrow, default)]
+    pub(crate) correlation_id: Option<Text<'a>>,
 }
 
 /// A text that is copied only if necessary.
@@ -42,7 +44,7 @@ impl NamedEntity<'_> {
     }
 }
 
-/// The eight combinations of the *workflow* specification.
+/// The eight combinations of the *workflow* specification, and the correlation id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Tenant = 1,
@@ -53,6 +55,7 @@ pub(crate) enum Kind {
     TypeTenantEntity = 6,
     TypeTenantApp = 7,
     All = 8,
+    Correlation = 9,
 }
 
 impl Kind {
@@ -66,6 +69,7 @@ impl Kind {
             Self::TypeTenantEntity => "type+tenant+entity",
             Self::TypeTenantApp => "type+tenant+app",
             Self::All => "type+tenant+app+entity",
+            Self::Correlation => "correlation",
         }
     }
 }
@@ -77,6 +81,7 @@ pub(crate) struct Hashes {
     pub(crate) app: Option<u64>,
     pub(crate) entity: Option<u64>,
     pub(crate) event_type: Option<u64>,
+    pub(crate) correlation: Option<u64>,
 }
 
 impl Hashes {
@@ -86,6 +91,7 @@ impl Hashes {
             Kind::Tenant => [self.tenant, None, None, None],
             Kind::Entity => [self.entity, None, None, None],
             Kind::App => [self.app, None, None, None],
+            Kind::Correlation => [self.correlation, None, None, None],
             Kind::AppEntity => [Some(self.app?), Some(self.entity?), None, None],
             Kind::TypeTenant => [Some(self.event_type?), Some(self.tenant?), None, None],
             Kind::TypeTenantEntity => [
@@ -117,7 +123,7 @@ impl Hashes {
 
     /// Every scope that an event with these names belongs to.
     pub(crate) fn scopes(&self) -> impl Iterator<Item = i64> + '_ {
-        const KINDS: [Kind; 8] = [
+        const KINDS: [Kind; 9] = [
             Kind::Tenant,
             Kind::Entity,
             Kind::App,
@@ -126,6 +132,7 @@ impl Hashes {
             Kind::TypeTenantEntity,
             Kind::TypeTenantApp,
             Kind::All,
+            Kind::Correlation,
         ];
         KINDS.into_iter().filter_map(|kind| self.scope(kind))
     }
@@ -169,10 +176,11 @@ mod tests {
             app: Some(name("shop")),
             entity: Some(entity("TASK", "req-123")),
             event_type: Some(name("Task Completed")),
+            correlation: None,
         }
     }
 
-    // conformance: memory/history-bare: an event without tenant, app or entity has no entries in the indexes
+    // conformance: memory/history-bare: an event without tenant, app, entity and correlation id has no entries in the indexes
     #[test]
     fn an_event_has_an_entry_for_each_combination_it_has_the_names_of() {
         let count = |hashes: Hashes| hashes.scopes().collect::<HashSet<_>>().len();
@@ -185,6 +193,7 @@ mod tests {
         assert_eq!(without(|h| h.app = None), 4);
         assert_eq!(without(|h| h.entity = None), 4);
         assert_eq!(without(|h| h.tenant = None), 3);
+        assert_eq!(without(|h| h.correlation = Some(name("req-1"))), 9);
         let bare = Hashes {
             event_type: Some(name("Task Completed")),
             ..Hashes::default()

@@ -49,6 +49,7 @@ struct Filter {
     /// Texts that the attributes must contain, as JSON.
     app: Option<String>,
     entity: Option<String>,
+    correlation: Option<String>,
 }
 
 /// The result so far.
@@ -211,6 +212,7 @@ impl Search {
             }
         }
         filter.app = query.app.as_deref().map(as_json);
+        filter.correlation = query.correlation_id.as_deref().map(as_json);
         filter.entity = query.entity.as_ref().map(|entity| as_json(&entity.id));
         self.filter = filter;
         self.left = Some((after, upto));
@@ -249,6 +251,7 @@ impl Search {
                AND (?4 IS NULL OR log.type = ?4)
                AND (?5 IS NULL OR instr(log.attrs, ?5) > 0)
                AND (?6 IS NULL OR instr(log.attrs, ?6) > 0)
+               AND (?7 IS NULL OR instr(log.attrs, ?7) > 0)
              ORDER BY log.seq {direction}",
             self.filter.types
         );
@@ -261,6 +264,7 @@ impl Search {
             filter.only_type,
             filter.entity.as_deref(),
             filter.app.as_deref(),
+            filter.correlation.as_deref(),
         );
         let mut rows = statement.query(parameters).map_err(doing)?;
         while let Some(row) = rows.next().map_err(doing)? {
@@ -409,7 +413,8 @@ fn is_wanted(
             return Ok(false);
         }
     }
-    if query.tenant.is_none() && query.app.is_none() && query.entity.is_none() {
+    let names = [&query.tenant, &query.app, &query.correlation_id];
+    if names.iter().all(|name| name.is_none()) && query.entity.is_none() {
         return Ok(true);
     }
     let Ok(attrs) = row.get_ref(6).map_err(doing)?.as_str() else {
@@ -427,6 +432,7 @@ fn is_wanted(
     let entity = query.entity.as_ref();
     Ok(same(&query.tenant, &named.tenant)
         && same(&query.app, &named.app)
+        && same(&query.correlation_id, &named.correlation_id)
         && entity.is_none_or(|wanted| named.entity.as_ref().is_some_and(|e| e.is(wanted))))
 }
 

@@ -25,7 +25,20 @@ fn pattern(text: &str) -> Pattern {
 
 /// An event with some names; the empty text is none.
 fn named(event_type: &str, tenant: &str, app: &str, entity: (&str, &str)) -> Event {
+    correlated(event_type, tenant, app, entity, "")
+}
+
+fn correlated(
+    event_type: &str,
+    tenant: &str,
+    app: &str,
+    entity: (&str, &str),
+    correlation: &str,
+) -> Event {
     let mut event = Event::builder(event_type).payload("{}");
+    if !correlation.is_empty() {
+        event = event.correlation_id(correlation);
+    }
     if !tenant.is_empty() {
         event = event.tenant(tenant);
     }
@@ -414,7 +427,8 @@ fn random_event(random: &mut Random) -> Event {
         pick(&["", "ORDER", "ORDER", "TASK"]),
         pick(&["1", "2", "3", "4", "5", "6"]),
     );
-    named(kind, tenant, app, entity)
+    let correlation = pick(&["", "", "acme", "request-7", "request-8"]);
+    correlated(kind, tenant, app, entity, correlation)
 }
 
 fn random_query(random: &mut Random) -> HistoryQuery {
@@ -437,6 +451,11 @@ fn random_query(random: &mut Random) -> HistoryQuery {
     if random.one_in(2) {
         let types = ["order.placed", "order.*", "*", "system.>", "user.created"];
         query.types = random.pick(&types).map(|text| pattern(text));
+    }
+    if random.one_in(4) {
+        query.correlation_id = random
+            .pick(&["acme", "request-7", "request-9"])
+            .map(ToString::to_string);
     }
     query
 }

@@ -123,6 +123,7 @@ impl Work {
                 app: named.app.map(|a| scope::name(&a.0)),
                 entity: named.entity.map(|e| scope::entity(&e.kind, &e.id)),
                 event_type: Some(event_type),
+                correlation: named.correlation_id.map(|id| scope::name(&id.0)),
             };
             found.extend(hashes.scopes().map(|scope| (scope, last)));
         }
