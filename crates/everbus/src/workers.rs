@@ -26,7 +26,7 @@
 //! - A worker that fails or dies is started again, after 1 second, then 2, 4, … up to 30; one that ran for a
 //!   minute begins at 1 second again. What it had in flight is delivered again, as after any crash.
 //! - SIGTERM and Ctrl-C are passed on. The parent waits until the workers have shut down, at most
-//!   [`GRACE`](Supervisor::grace), and then kills what is left. A second signal kills at once.
+//!   40 seconds ([`run_within`] sets another time), and then kills what is left. A second signal kills at once.
 //! - The parent exits with 0 if every worker ended well, and with 1 otherwise.
 //! - If the parent dies, the workers stop: their standard input ends with it. So a worker has no standard input
 //!   of its own.
@@ -51,13 +51,21 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// A worker that ran for this long was not broken from the start.
 const STEADY: Duration = Duration::from_secs(60);
 /// How long workers may take to shut down: the 30 seconds of a bus, 5 for its outcomes, and some to spare.
-const GRACE: Duration = Duration::from_secs(40);
+pub const GRACE: Duration = Duration::from_secs(40);
 
 /// Runs `work` in several processes of this program, until they are told to stop. With a count of 1 it runs in this
 /// process.
 ///
 /// The workers are started with the arguments and the environment of this process, and with [`WORKER`].
 pub async fn run<W>(count: usize, work: W) -> ExitCode
+where
+    W: AsyncFnOnce(Worker) -> Result<(), BoxError>,
+{
+    run_within(GRACE, count, work).await
+}
+
+/// As [`run`], for workers that need another time to shut down: after it, those that are left are killed.
+pub async fn run_within<W>(grace: Duration, count: usize, work: W) -> ExitCode
 where
     W: AsyncFnOnce(Worker) -> Result<(), BoxError>,
 {
@@ -69,7 +77,7 @@ where
             command.args(std::env::args_os().skip(1));
             command
         };
-        return Supervisor::new(count, again).run().await;
+        return Supervisor::new(count, again).grace(grace).run().await;
     }
     let worker = Worker::new(number);
     match Box::pin(work(worker)).await {

@@ -4,17 +4,23 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use everbus::core::REPLAY_OF;
 use everbus::{
-    Bus, Clock, Code, Error, Event, EventBuilder, Result, Stream, SystemClock, Timestamp,
+    Bus, Clock, Code, Error, Event, EventBuilder, Recorded, Result, Stream, SystemClock, Timestamp,
+    TypedEvent as _,
 };
 use serde::Serialize;
 
-use crate::events::{Properties, TYPES, Work};
+use crate::events::{JobCreated, JobTasksAdded, Properties, TYPES, Work};
 use crate::index::Index;
 use crate::{DEFAULT_APP, DEFAULT_TENANT, STREAM};
 
 /// The metadata key of the run number: 1 for the first time that a task runs, one more for each retry by a person.
 pub const RUN: &str = "run";
+/// The metadata key of a `Task Processing Started` with the number of the attempt that it begins. The start of an earlier
+/// attempt that is stored late does not reopen its run. A start that a person asked for (a retried dead letter, a replay)
+/// has none.
+pub const ATTEMPT: &str = "attempt";
 /// The metadata key of the context, as the *workflow* dialect reads it.
 const CONTEXT: &str = "context";
 
@@ -345,6 +351,26 @@ impl WorkItem {
 /// The run number in an event, if it carries one.
 pub fn run_of(event: &Event) -> Option<u32> {
     event.metadata().get(RUN)?.parse().ok()
+}
+
+/// Whether an event is a copy that a replay published for all groups. It repeats what happened before: it decides no state
+/// and starts nothing.
+pub(crate) fn is_copy(event: &Event) -> bool {
+    let address = event.attributes().and_then(|a| a.address.as_ref());
+    address.is_none() && event.metadata().contains_key(REPLAY_OF)
+}
+
+/// The record with everything that decides states and graphs. That is in the log, unless the event is so large that all of
+/// it is in the object store.
+pub(crate) async fn readable(bus: &Bus, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
+    let is_graph = matches!(
+        record.event.event_type(),
+        JobCreated::TYPE | JobTasksAdded::TYPE
+    );
+    match record.event.overflow() {
+        Some(moved) if is_graph || moved.parts.is_empty() => bus.whole(record).await,
+        _ => Ok(record.clone()),
+    }
 }
 
 /// The ordering key of everything that belongs to a job.

@@ -14,6 +14,14 @@ use crate::{Jobs, Origin};
 /// The most tasks that a check looks at, per tenant and state.
 const MOST: usize = 100_000;
 
+/// The metadata key of a `Task Health Check` with the tasks that wait for a worker for too long, in words. Without any it is
+/// not there.
+pub const PENDING_TOO_LONG: &str = "pending_too_long";
+/// How many of them it names.
+const NAMED: usize = 10;
+/// What a check has beside its tasks, generously.
+const ENVELOPE: usize = 512;
+
 /// When a task is not healthy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -157,6 +165,22 @@ impl HealthReport {
         }
     }
 
+    /// The tasks that wait for too long, in words.
+    fn waiting_note(&self) -> Option<String> {
+        let first = self.waiting.first()?;
+        let named = self.waiting.iter().take(NAMED);
+        let named: Vec<&str> = named.map(|task| task.request_id.as_str()).collect();
+        let more = match self.waiting.len() - named.len() {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        let longest = first.waiting / 1000;
+        Some(format!(
+            "{}{more}; the first for {longest} s",
+            named.join(", ")
+        ))
+    }
+
     /// The worst that was found: 0 healthy, 1 a warning or a task that waits for too long, 2 critical or overtime.
     /// Monitoring programs know these as OK, WARNING and CRITICAL.
     pub fn severity(&self) -> u8 {
@@ -168,6 +192,32 @@ impl HealthReport {
         } else {
             0
         }
+    }
+}
+
+impl TaskHealthCheck {
+    /// The check as an event of at most so many bytes holds it: the summary is of all tasks, and those that are not
+    /// healthy are named first.
+    fn within(&self, bytes: usize) -> Self {
+        let mut check = self.clone();
+        check
+            .tasks
+            .sort_by_key(|task| task.health == Health::Healthy);
+        let mut left = bytes.saturating_sub(ENVELOPE);
+        let fits = |task: &TaskHealth| {
+            let size = serde_json::to_string(task).map_or(usize::MAX, |json| json.len() + 1);
+            let rest = left.checked_sub(size);
+            left = rest.unwrap_or(0);
+            rest.is_some()
+        };
+        let most = check
+            .tasks
+            .iter()
+            .map(fits)
+            .take_while(|fits| *fits)
+            .count();
+        check.tasks.truncate(most);
+        check
     }
 }
 
@@ -217,17 +267,35 @@ impl Jobs {
         tenants.sort();
         tenants.dedup();
         let mut reports = Vec::with_capacity(tenants.len());
+        let mut failed = None;
         for tenant in tenants {
             let jobs = self.for_tenant(&tenant);
-            let report = jobs.health(thresholds).await?;
-            let mut event = jobs.emitter(Origin::HealthCheck).event(&report.check);
-            if let Some(tick) = tick {
-                event = event.id(tick.id(&tenant, "Task Health Check"));
+            match jobs.publish_health(thresholds, tick).await {
+                Ok(report) => reports.push(report),
+                // The other tenants are checked all the same.
+                Err(error) => failed = Some(error),
             }
-            crate::schedule::once(jobs.bus().publish(event).await)?;
-            reports.push(report);
         }
-        Ok(reports)
+        failed.map_or(Ok(reports), Err)
+    }
+
+    /// Looks at the tasks of this tenant, and publishes a `Task Health Check`.
+    async fn publish_health(
+        &self,
+        thresholds: &Thresholds,
+        tick: Option<&Tick>,
+    ) -> Result<HealthReport> {
+        let report = self.health(thresholds).await?;
+        let check = report.check.within(self.bus().max_payload());
+        let mut event = self.emitter(Origin::HealthCheck).event(&check);
+        if let Some(waiting) = report.waiting_note() {
+            event = event.meta(PENDING_TOO_LONG, waiting);
+        }
+        if let Some(tick) = tick {
+            event = event.id(tick.id(self.tenant(), "Task Health Check"));
+        }
+        crate::schedule::once(self.bus().publish(event).await)?;
+        Ok(report)
     }
 }
 

@@ -45,9 +45,9 @@ pub mod worker;
 pub use dispatcher::Dispatcher;
 pub use draw::Layout;
 pub use file::parse_tasks;
-pub use handle::{Emitter, Jobs, JobsBuilder, Origin, RUN, WorkItem, run_of};
+pub use handle::{ATTEMPT, Emitter, Jobs, JobsBuilder, Origin, RUN, WorkItem, run_of};
 pub use index::{Index, JobRow, JobState, Page, TaskFilter};
-pub use producer::{NewJob, NewTask, Submitted, SubmittedJob};
+pub use producer::{NewJob, NewTask, Resumed, Submitted, SubmittedJob};
 pub use query::{JobPicture, JobStatus};
 pub use worker::{Task, TaskError, Worker};
 

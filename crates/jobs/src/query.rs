@@ -13,7 +13,7 @@ use crate::events::{
     JOB, JobCreated, JobTasksAdded, TASK, TaskProcessingFailed, TaskState, TaskStatuses,
 };
 use crate::graph::Graph;
-use crate::handle::Jobs;
+use crate::handle::{Jobs, readable};
 use crate::index::{JobRow, JobState, Page, TaskFilter};
 use crate::producer::no_task;
 use crate::state::{Note, TaskStatus};
@@ -111,7 +111,9 @@ impl Jobs {
         query.until = until;
         loop {
             let page = self.bus().history()?.query(query.clone()).await?;
-            page.items.iter().for_each(&mut take);
+            for record in &page.items {
+                take(&readable(self.bus(), record).await?);
+            }
             match page.next {
                 Some(next) => query = query.after(next),
                 None => return Ok(()),

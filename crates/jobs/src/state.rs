@@ -2,7 +2,8 @@
 //!
 //! Each event maps to a state. After a terminal event only `Task Pending` and `Task Processing Started` open the task
 //! again. Runs are numbered: an event of an earlier run changes nothing, and neither does any event of a run that was
-//! cancelled. So a late result of a cancelled or repeated task is recorded and ignored.
+//! cancelled. So a late result of a cancelled or repeated task is recorded and ignored. The attempts of a run are numbered
+//! too: the start of an earlier attempt changes nothing.
 
 use everbus::{Event, Position, Recorded, Timestamp, TypedEvent};
 use serde::{Deserialize, Serialize};
@@ -11,7 +12,7 @@ use crate::events::{
     ErrorCategory, TaskCompleted, TaskFailed, TaskHeartbeat, TaskPending, TaskProcessingFailed,
     TaskStarted, TaskState, TaskTimeout,
 };
-use crate::handle::run_of;
+use crate::handle::{ATTEMPT, is_copy, run_of};
 use crate::work::NOT_BEFORE;
 
 /// The event types that decide the state of a task.
@@ -83,15 +84,17 @@ pub struct Fold {
     pub state: Option<TaskState>,
     /// The run, from 1; 0 before the first event.
     pub run: u32,
+    /// The last attempt of the run that a worker began; 0 before, and for starts without a number.
+    pub attempt: u32,
     /// The run was cancelled.
     pub cancelled: bool,
 }
 
 impl Fold {
-    /// Applies the next event, and returns whether it counts. `run` is `None` for events of other senders.
-    pub fn apply(&mut self, kind: Kind, run: Option<u32>, cancels: bool) -> bool {
+    /// Applies the next event, and returns whether it counts.
+    pub fn apply(&mut self, note: &Note) -> bool {
         let ended = self.state.is_none_or(TaskState::is_terminal);
-        let run = match (run, kind) {
+        let run = match (note.run, note.kind) {
             (Some(run), _) => run,
             (None, Kind::Pending) if ended => self.run + 1,
             (None, _) => self.run.max(1),
@@ -101,25 +104,29 @@ impl Fold {
         }
         if run > self.run {
             *self = Self {
-                state: None,
                 run,
-                cancelled: false,
+                ..Self::default()
             };
         }
         if self.cancelled {
             return false;
         }
         let ended = self.state.is_some_and(TaskState::is_terminal);
-        let counts = match kind {
-            Kind::Started => true,
-            Kind::Pending => self
+        let counts = match (note.kind, note.attempt) {
+            // The start of an attempt whose worker stood still, while another worker went on.
+            (Kind::Started, Some(attempt)) => {
+                attempt > self.attempt || (attempt == self.attempt && !ended)
+            }
+            (Kind::Started, None) => true,
+            (Kind::Pending, _) => self
                 .state
                 .is_none_or(|state| state == TaskState::Processing),
             _ => !ended,
         };
         if counts {
-            self.state = Some(kind.state());
-            self.cancelled = cancels;
+            self.state = Some(note.kind.state());
+            self.attempt = note.attempt.unwrap_or(self.attempt);
+            self.cancelled = note.cancels;
         }
         counts
     }
@@ -164,6 +171,9 @@ pub struct TaskStatus {
     /// The last error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// The last attempt of the run that a worker began; 0 if its start has no number.
+    #[serde(skip)]
+    pub attempt: u32,
     /// The place of the last event in the log.
     #[serde(skip)]
     pub place: u64,
@@ -178,8 +188,7 @@ impl TaskStatus {
         }
         self.place = note.place;
         let mut fold = self.fold();
-        let counts = fold.apply(note.kind, note.run, note.cancels);
-        if !counts {
+        if !fold.apply(note) {
             return false;
         }
         if fold.run > self.run {
@@ -192,6 +201,7 @@ impl TaskStatus {
             self.since = Some(note.not_before.unwrap_or(note.at).max(note.at));
         }
         (self.state, self.run, self.cancelled) = (fold.state, fold.run, fold.cancelled);
+        self.attempt = fold.attempt;
         self.request_id.clone_from(&note.task);
         if let Some(name) = &note.name {
             self.name.clone_from(name);
@@ -225,6 +235,7 @@ impl TaskStatus {
         Fold {
             state: self.state,
             run: self.run,
+            attempt: self.attempt,
             cancelled: self.cancelled,
         }
     }
@@ -248,6 +259,8 @@ pub struct Note {
     pub job: Option<String>,
     /// The run; `None` for events of other senders.
     pub run: Option<u32>,
+    /// The attempt that it starts; `None` for events of other senders, and for a start that a person asked for.
+    pub attempt: Option<u32>,
     /// Whether it cancels the run.
     pub cancels: bool,
     /// The name of the work.
@@ -281,7 +294,7 @@ struct Brief {
 }
 
 impl Note {
-    /// Reads an event; `None` if it decides no state, or its payload is not that of a task event.
+    /// Reads an event; `None` if it decides no state, is the copy of a replay, or its payload is not that of a task event.
     pub fn of(record: &Recorded) -> Option<Self> {
         Self::read(&record.event, record.position, record.received_at)
     }
@@ -289,6 +302,9 @@ impl Note {
     /// Reads an event at a position.
     pub fn read(event: &Event, position: Position, at: Timestamp) -> Option<Self> {
         let kind = Kind::of(event.event_type())?;
+        if is_copy(event) {
+            return None;
+        }
         let brief: Brief = event.json().ok()?;
         let cancelled = ErrorCategory::Cancelled;
         let cancels = kind == Kind::Failed
@@ -306,6 +322,11 @@ impl Note {
             task: brief.request_id,
             job: brief.job_id,
             run: run_of(event),
+            attempt: event
+                .metadata()
+                .get(ATTEMPT)
+                .filter(|_| kind == Kind::Started)
+                .and_then(|n| n.parse().ok()),
             cancels,
             name: brief.name,
             not_before: event
@@ -326,10 +347,28 @@ mod tests {
     use super::*;
     use TaskState::{Completed, Failed, Pending, Processing};
 
+    fn note(kind: Kind, run: Option<u32>, cancels: bool) -> Note {
+        Note {
+            kind,
+            task: "a".to_owned(),
+            job: None,
+            run,
+            attempt: None,
+            cancels,
+            name: None,
+            not_before: None,
+            effective_until: None,
+            worker_id: None,
+            error: None,
+            place: 1,
+            at: Timestamp::EPOCH,
+        }
+    }
+
     fn folded(kinds: &[(Kind, Option<u32>)]) -> Fold {
         let mut fold = Fold::default();
         for (kind, run) in kinds {
-            fold.apply(*kind, *run, false);
+            fold.apply(&note(*kind, *run, false));
         }
         fold
     }
@@ -409,14 +448,14 @@ mod tests {
         for before in [&[][..], &[Kind::Pending], &[Kind::Pending, Kind::Started]] {
             let mut fold = Fold::default();
             for kind in before {
-                fold.apply(*kind, Some(1), false);
+                fold.apply(&note(*kind, Some(1), false));
             }
-            assert!(fold.apply(Kind::Failed, Some(1), true));
+            assert!(fold.apply(&note(Kind::Failed, Some(1), true)));
             for late in Kind::ALL {
-                assert!(!fold.apply(late, Some(1), false), "{late:?}");
+                assert!(!fold.apply(&note(late, Some(1), false)), "{late:?}");
             }
             assert_eq!(fold.state, Some(Failed));
-            assert!(fold.apply(Kind::Pending, Some(2), false));
+            assert!(fold.apply(&note(Kind::Pending, Some(2), false)));
             assert_eq!((fold.state, fold.cancelled), (Some(Pending), false));
         }
     }
@@ -424,7 +463,7 @@ mod tests {
     #[test]
     fn the_second_pending_of_a_run_changes_nothing() {
         let mut fold = folded(&[(Kind::Pending, Some(1)), (Kind::Completed, Some(1))]);
-        assert!(!fold.apply(Kind::Pending, Some(1), false));
+        assert!(!fold.apply(&note(Kind::Pending, Some(1), false)));
         assert_eq!(fold.state, Some(Completed));
     }
 }

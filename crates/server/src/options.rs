@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use everbus::Config;
 use everbus::config::{Alerts, Compat};
+use everbus_jobs::health::Thresholds;
 
 /// The settings of a server. The default is a development server on `127.0.0.1:7770`.
 #[derive(Clone, Debug)]
@@ -34,6 +35,8 @@ pub struct ServerOptions {
     pub task_index: Option<PathBuf>,
     /// When the health of running tasks is checked, as a cron expression. `None`: never.
     pub health_check: Option<String>,
+    /// When a task is not healthy, or waits for too long.
+    pub task_health: Thresholds,
     /// Who is told when something is wrong, and when a job ends.
     pub alerts: Alerts,
 }
@@ -78,6 +81,14 @@ impl ServerOptions {
             Some(cron) => options.health_check = Some(cron.to_owned()),
             None => {}
         }
+        let health = &mut options.task_health;
+        for (given, threshold) in [
+            (server.task_overtime, &mut health.overtime),
+            (server.task_heartbeat, &mut health.heartbeat),
+            (server.task_pending, &mut health.pending),
+        ] {
+            *threshold = given.unwrap_or(*threshold);
+        }
         options
     }
 }
@@ -96,6 +107,7 @@ impl Default for ServerOptions {
             private_webhooks: false,
             task_index: None,
             health_check: Some("*/5 * * * *".to_owned()),
+            task_health: Thresholds::default(),
             alerts: Alerts::default(),
         }
     }
@@ -188,4 +200,21 @@ pub enum MetricsCompat {
     Omni,
     /// `consumer_lag_events` and its companions.
     Framework,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_thresholds_of_the_health_check_are_settings() {
+        let text = "server: {task_overtime: 2h, task_heartbeat: 60s, task_pending: 1h}";
+        let config = Config::parse(text, "everbus.yaml").unwrap();
+        let hour = Duration::from_secs(3600);
+        let wanted = Thresholds::default()
+            .overtime(2 * hour)
+            .heartbeat(Duration::from_secs(60))
+            .pending(hour);
+        assert_eq!(ServerOptions::from_config(&config).task_health, wanted);
+    }
 }

@@ -107,10 +107,11 @@ async fn schedules(state: &AppState, jobs: Jobs) -> Result<()> {
     let mut scheduler = Scheduler::new(jobs.clone()).owner(owner).stored()?;
     if let Some(cron) = &state.options().health_check {
         let times = CronTimes::new(cron, "UTC")?;
+        let thresholds = state.options().task_health;
         scheduler = scheduler.on(HEALTH_CHECK, times, move |tick| {
             let jobs = jobs.clone();
             async move {
-                let checked = check_health(&jobs, &tick).await;
+                let checked = check_health(&jobs, &thresholds, &tick).await;
                 checked.map_err(|error| error.to_string())
             }
         });
@@ -118,7 +119,7 @@ async fn schedules(state: &AppState, jobs: Jobs) -> Result<()> {
     scheduler.run(state.stopping()).await
 }
 
-async fn check_health(jobs: &Jobs, tick: &Tick) -> Result<()> {
+async fn check_health(jobs: &Jobs, thresholds: &Thresholds, tick: &Tick) -> Result<()> {
     let index = jobs.index();
     index.catch_up(jobs.bus(), None).await?;
     // Nothing runs or waits: there is nothing to say.
@@ -127,8 +128,7 @@ async fn check_health(jobs: &Jobs, tick: &Tick) -> Result<()> {
     {
         return Ok(());
     }
-    let thresholds = Thresholds::default();
-    let reports = jobs.check_health_at(&thresholds, Some(tick)).await;
+    let reports = jobs.check_health_at(thresholds, Some(tick)).await;
     reports.map(drop)
 }
 

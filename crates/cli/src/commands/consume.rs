@@ -36,9 +36,12 @@ pub(crate) async fn run(args: ConsumeArgs, target: &Target, output: &mut Output)
         )
     })?;
     let chosen = choose(&args.consumers, &config)?;
-    super::in_processes(args.workers, output, async |process, output| {
-        serve(&config, &chosen, target, process, output).await
-    })
+    super::in_processes(
+        args.workers,
+        workers::GRACE,
+        output,
+        async |process, output| serve(&config, &chosen, target, process, output).await,
+    )
     .await
 }
 

@@ -385,8 +385,18 @@ async fn add(args: &AddArgs, jobs: &Jobs, output: &mut Output) -> Outcome {
 }
 
 async fn resume(id: &str, jobs: &Jobs, output: &mut Output) -> Outcome {
-    let started = jobs.resume(id).await?;
-    listed(id, "resumed", "no task of it has failed", &started, output)
+    let resumed = jobs.resume(id).await?;
+    if output.is_json() {
+        let (started, waiting) = (resumed.started, resumed.waiting);
+        return output.json(&json!({ "jobId": id, "resumed": started, "waiting": waiting }));
+    }
+    let none = "no task of it has failed";
+    listed(id, "resumed", none, &resumed.started, output)?;
+    if resumed.waiting.is_empty() {
+        return Ok(());
+    }
+    output.line("resume it again for these, which were cancelled before it was their turn:")?;
+    named(&resumed.waiting, output)
 }
 
 async fn cancel(id: &str, jobs: &Jobs, output: &mut Output) -> Outcome {
@@ -409,6 +419,10 @@ fn listed(id: &str, what: &str, none: &str, tasks: &[String], output: &mut Outpu
     }
     let number = counted(tasks.len() as u64, "task");
     output.line(format!("{}: {what} {number}", escaped(id)))?;
+    named(tasks, output)
+}
+
+fn named(tasks: &[String], output: &mut Output) -> Outcome {
     for task in tasks.iter().take(20) {
         output.line(format!("  {}", escaped(task)))?;
     }

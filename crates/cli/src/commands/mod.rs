@@ -36,6 +36,7 @@ pub(crate) mod token;
 pub(crate) mod worker;
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use self::jobs_on::jobs_on;
 use clap::CommandFactory as _;
@@ -138,8 +139,9 @@ async fn until_interrupted<T>(command: impl Future<Output = Outcome<T>>) -> Outc
     }
 }
 
-/// Runs the work in this process, or in several that are kept running. Fails if one of them did not end well.
-async fn in_processes<W>(count: u32, output: &mut Output, work: W) -> Outcome
+/// Runs the work in this process, or in several that are kept running and have the time of `grace` to end. Fails if one
+/// of them did not end well.
+async fn in_processes<W>(count: u32, grace: Duration, output: &mut Output, work: W) -> Outcome
 where
     W: AsyncFnOnce(&workers::Worker, &mut Output) -> Outcome,
 {
@@ -149,7 +151,7 @@ where
         output.flush()?;
     }
     let mut stopped = None;
-    let ended = workers::run(count as usize, async |process| {
+    let ended = workers::run_within(grace, count as usize, async |process| {
         Box::pin(work(&process, output)).await.map_err(|stop| {
             stopped = Some(stop);
             "the process could not work".into()

@@ -19,6 +19,8 @@ use crate::when;
 
 /// A bus has this long to end after the children have.
 const FLUSH: Duration = Duration::from_secs(5);
+/// A worker process that takes longer than its bus by this much is killed.
+const SPARE: Duration = Duration::from_secs(10);
 
 const HELP: &str = "\
 The command is started once per task, without a shell. It reads the input of the task as JSON from \
@@ -203,6 +205,11 @@ impl WorkerArgs {
         Ok(classifier)
     }
 
+    /// How long the bus may take to end: running tasks end by themselves, or are stopped.
+    fn time_to_end(&self) -> Duration {
+        self.finish_within + self.grace + FLUSH
+    }
+
     /// A worker of this process.
     fn worker(&self, jobs: Jobs) -> Outcome<Worker> {
         let retry = RetryPolicy::default().max_retries(self.attempts - 1);
@@ -231,7 +238,8 @@ pub(crate) async fn run(args: WorkerArgs, target: &Target, output: &mut Output) 
     // What is wrong with the options is said once, and not by every process.
     args.child()?;
     args.classifier()?;
-    super::in_processes(args.workers, output, async |process, output| {
+    let grace = args.time_to_end() + SPARE;
+    super::in_processes(args.workers, grace, output, async |process, output| {
         serve(&args, target, process, output).await
     })
     .await
@@ -260,10 +268,29 @@ async fn serve(
     }
     output.flush()?;
     process.stopping().await;
-    let time = args.finish_within + args.grace + FLUSH;
-    let ended = bus.shutdown_within(time).await?;
+    let ended = bus.shutdown_within(args.time_to_end()).await?;
     if ended.abandoned > 0 {
         tracing::warn!(target: "everbus::worker", abandoned = ended.abandoned, "tasks were still running; they are delivered again");
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(Debug, clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: WorkerArgs,
+    }
+
+    #[test]
+    fn processes_may_take_as_long_as_their_tasks() {
+        let line = "worker --workers 2 --finish-within 5m --grace 10s -- true";
+        let line = Line::try_parse_from(line.split(' ')).unwrap();
+        assert_eq!(line.args.time_to_end(), Duration::from_secs(315));
+    }
 }

@@ -1,5 +1,7 @@
 //! The section `server`: how `everbus serve` listens, and what it allows.
 
+use std::time::Duration;
+
 use super::section::{Reader, Section};
 
 pub(super) const KEYS: &[&str] = &[
@@ -13,6 +15,9 @@ pub(super) const KEYS: &[&str] = &[
     "requests_per_second",
     "private_webhooks",
     "health_check",
+    "task_overtime",
+    "task_heartbeat",
+    "task_pending",
 ];
 
 const MOST_NAMES: usize = 1000;
@@ -41,6 +46,12 @@ pub struct Server {
     pub private_webhooks: bool,
     /// When the health of running tasks is checked: a cron expression, or `off`.
     pub health_check: Option<String>,
+    /// A task that runs for longer is not healthy.
+    pub task_overtime: Option<Duration>,
+    /// The time between two heartbeats of the workers.
+    pub task_heartbeat: Option<Duration>,
+    /// A task that waits for a worker for longer is told.
+    pub task_pending: Option<Duration>,
 }
 
 pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Server {
@@ -92,5 +103,8 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Server {
         requests_per_second: requests.and_then(|n| u32::try_from(n).ok()),
         private_webhooks: private.unwrap_or(false),
         health_check: health_check.map(|text| text.value),
+        task_overtime: reader.duration(section.get("task_overtime")),
+        task_heartbeat: reader.duration(section.get("task_heartbeat")),
+        task_pending: reader.duration(section.get("task_pending")),
     }
 }

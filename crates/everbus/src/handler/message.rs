@@ -45,6 +45,7 @@ struct Inner {
     handler: Arc<Registered>,
     failures: Vec<Failure>,
     attempt: u32,
+    retried: bool,
     deadline: Mutex<Instant>,
     /// `None` once the attempt has ended.
     follow_ups: Mutex<Option<Vec<Event>>>,
@@ -70,6 +71,7 @@ impl Message {
                 // Almost every delivery has no failures; then this allocates nothing.
                 failures: delivery.failures.clone(),
                 attempt: delivery.attempt,
+                retried: delivery.retried,
                 deadline: Mutex::new(started + handler.timeout),
                 follow_ups: Mutex::new(Some(Vec::new())),
                 lease: delivery.lease.clone(),
@@ -102,6 +104,7 @@ impl Message {
             handler: by,
             failures,
             attempt,
+            retried,
             deadline,
             follow_ups,
             lease,
@@ -126,6 +129,7 @@ impl Message {
             failures.clone_from(&delivery.failures);
         }
         *attempt = delivery.attempt;
+        *retried = delivery.retried;
         *deadline.get_mut() = started + handler.timeout;
         *follow_ups.get_mut() = Some(Vec::new());
         lease.clone_from(&delivery.lease);
@@ -141,6 +145,12 @@ impl Message {
     /// Which attempt this is, from 1. It was counted before the handler was called.
     pub fn attempt(&self) -> u32 {
         self.inner.attempt
+    }
+
+    /// Whether the event was retried from the dead letters or is replayed into this group. The attempts are then counted
+    /// from 1 again.
+    pub fn was_retried(&self) -> bool {
+        self.inner.retried
     }
 
     /// After how many attempts this handler's policy gives up.

@@ -24,6 +24,7 @@ use uuid::Uuid;
 
 use crate::Jobs;
 use crate::events::{Health, JobFailureDetected, TaskHealthCheck};
+use crate::health::PENDING_TOO_LONG;
 use crate::webhook::{WebhookClient, WebhookOptions};
 pub use ends::{JOB_ENDS, JobEnds};
 pub use message::{Alert, AlertKind};
@@ -358,11 +359,14 @@ fn of_health(event: &Event) -> Result<Option<Alert>, HandlerError> {
         .iter()
         .filter(|t| t.health != Health::Healthy)
         .collect();
-    if unhealthy.is_empty() {
+    let waiting = event.metadata().get(PENDING_TOO_LONG);
+    if unhealthy.is_empty() && waiting.is_none() {
         return Ok(None);
     }
     unhealthy.sort_by(|a, b| a.request_id.cmp(&b.request_id));
     let names = unhealthy.iter().map(|task| task.request_id.as_str());
+    // Of those that wait the number grows while no worker comes; it is one subject.
+    let names = names.chain(waiting.map(|_| "#waiting"));
     let subject = names.collect::<Vec<_>>().join(" ");
     let described = unhealthy.iter().take(NAMED).map(|task| {
         let seconds = task.time_since_last_event / 1000;
@@ -380,9 +384,15 @@ fn of_health(event: &Event) -> Result<Option<Alert>, HandlerError> {
         .field("Processing", Some(summary.total_processing))
         .field("Warning", Some(summary.warning))
         .field("Critical", Some(summary.critical))
-        .field("Overtime", Some(summary.overtime))
-        .field("Tasks", Some(tasks));
-    Ok(Some(alert))
+        .field("Overtime", Some(summary.overtime));
+    let alert = match unhealthy.is_empty() {
+        true => alert,
+        false => alert.field("Tasks", Some(tasks)),
+    };
+    Ok(Some(match waiting {
+        Some(waiting) => alert.field("Pending too long", Some(waiting)),
+        None => alert,
+    }))
 }
 
 /// How many alerts may be sent: a bucket that fills in a minute.

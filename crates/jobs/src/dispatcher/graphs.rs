@@ -1,7 +1,6 @@
 //! The graphs of running jobs in memory, with the states of their tasks. They follow the log.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::time::Duration;
 
 use everbus::{
@@ -12,7 +11,7 @@ use serde::Deserialize;
 use crate::DEFAULT_TENANT;
 use crate::events::{JobCompleted, JobTasksAdded, TaskCompleted, TaskState, TaskStatuses};
 use crate::graph::Graph;
-use crate::handle::Jobs;
+use crate::handle::{Jobs, is_copy, readable};
 use crate::query::load_graph;
 use crate::state::{Fold, Kind, Note};
 use crate::work::Output;
@@ -150,7 +149,7 @@ impl JobGraph {
         node.place = note.place;
         let was = node.fold.state == Some(TaskState::Completed);
         let had_failed = node.fold.state == Some(TaskState::Failed);
-        if !node.fold.apply(note.kind, note.run, note.cancels) {
+        if !node.fold.apply(note) {
             return;
         }
         if matches!(note.kind, Kind::Failed | Kind::Timeout) && !note.cancels {
@@ -239,15 +238,19 @@ impl Graphs {
                 continue;
             }
             for record in &records {
-                self.apply(record).await?;
+                let record = readable(&bus, record).await?;
+                self.apply(&record);
             }
             self.cursor = next;
         }
         Ok(())
     }
 
-    async fn apply(&mut self, record: &Arc<Recorded>) -> Result<()> {
+    fn apply(&mut self, record: &Recorded) {
         let event = &record.event;
+        if is_copy(event) {
+            return;
+        }
         let tenant = event.tenant().unwrap_or(DEFAULT_TENANT);
         if event.event_type() == JobTasksAdded::TYPE {
             // The index decides whether the tasks are added. The graph is loaded again with the next event.
@@ -256,7 +259,7 @@ impl Graphs {
                 let tenant = tenant.to_owned();
                 self.forget(&tenant, &job);
             }
-            return Ok(());
+            return;
         }
         if event.event_type() == JobCompleted::TYPE {
             let job = event.attributes().and_then(|a| a.entity.as_ref());
@@ -266,18 +269,17 @@ impl Graphs {
             {
                 graph.told = told.total_tasks;
             }
-            return Ok(());
+            return;
         }
         let Some(note) = Note::of(record) else {
-            return Ok(());
+            return;
         };
         let Some(job) = note.job.clone() else {
-            return Ok(());
+            return;
         };
         if let Some(graph) = self.by_job.get_mut(&(tenant.to_owned(), job)) {
             graph.apply(&note, event);
         }
-        Ok(())
     }
 
     /// The graph of a job with the states of its tasks at this position or later; `None` if there is no such job.

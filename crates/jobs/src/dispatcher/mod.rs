@@ -22,7 +22,7 @@ use crate::events::{
     ErrorCategory, FailureSource, JobCompleted, JobCreated, JobFailureDetected, JobTasksAdded,
     TaskCompleted, TaskFailed, TaskState, TaskTimeout,
 };
-use crate::handle::{Emitter, Jobs, Origin, run_of};
+use crate::handle::{Emitter, Jobs, Origin, is_copy, run_of};
 use crate::ids::Parts;
 use crate::state::{Fold, Note};
 use crate::work::{Output, Start, merged, publish_once, run_id};
@@ -127,6 +127,9 @@ async fn release(jobs: Jobs, dispatcher: Weak<Inner>) {
 impl Inner {
     async fn handle(&self, message: Message) -> Result<Outcome, HandlerError> {
         let event = message.event();
+        if is_copy(event) {
+            return Ok(Outcome::default());
+        }
         let about: About = event.json()?;
         // Most tasks have no job.
         let Some(job) = &about.job_id else {
@@ -300,7 +303,7 @@ pub(crate) async fn output_of(
     let jobs = jobs.for_tenant(tenant);
     jobs.each_event_of_task(task, |record| {
         if let Some(note) = Note::of(record)
-            && fold.apply(note.kind, note.run, note.cancels)
+            && fold.apply(&note)
             && fold.state == Some(TaskState::Completed)
         {
             last = Some(record.clone());

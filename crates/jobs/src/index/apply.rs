@@ -10,6 +10,7 @@ use super::{Index, failed, read_cursor, to_sql};
 use crate::DEFAULT_TENANT;
 use crate::events::{JobCreated, JobTasksAdded, Json, TaskSpec, TaskState};
 use crate::graph::Graph;
+use crate::handle::is_copy;
 use crate::state::{Kind, Note};
 
 impl Index {
@@ -47,6 +48,9 @@ impl Index {
 }
 
 fn apply_one(conn: &Connection, record: &Recorded) -> rusqlite::Result<()> {
+    if is_copy(&record.event) {
+        return Ok(());
+    }
     let tenant = record.event.tenant().unwrap_or(DEFAULT_TENANT);
     match record.event.event_type() {
         JobCreated::TYPE => match record.event.json::<JobCreated>() {
@@ -229,13 +233,13 @@ fn task_event(conn: &Connection, tenant: &str, note: &Note) -> rusqlite::Result<
         task.job_id = None;
     }
     let sql = "INSERT INTO tasks (tenant, id, name, state, run, cancelled, since, started_at, last_type, last_at,
-                 effective_until, worker_id, error, place)
-               VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14)
+                 effective_until, worker_id, error, place, attempt)
+               VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15)
                ON CONFLICT (tenant, id) DO UPDATE SET name = excluded.name, state = excluded.state,
                  run = excluded.run, cancelled = excluded.cancelled, since = excluded.since,
                  started_at = excluded.started_at, last_type = excluded.last_type, last_at = excluded.last_at,
                  effective_until = excluded.effective_until, worker_id = excluded.worker_id,
-                 error = excluded.error, place = excluded.place";
+                 error = excluded.error, place = excluded.place, attempt = excluded.attempt";
     conn.prepare_cached(sql)?.execute(params![
         tenant,
         note.task,
@@ -251,6 +255,7 @@ fn task_event(conn: &Connection, tenant: &str, note: &Note) -> rusqlite::Result<
         task.worker_id,
         task.error,
         to_sql(task.place),
+        task.attempt,
     ])?;
     match &task.job_id {
         Some(job) if before != task.state => count(conn, (tenant, job), before, task.state),

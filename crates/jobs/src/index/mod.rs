@@ -22,11 +22,13 @@ use crate::events::{
     TaskProcessingFailed, TaskStarted, TaskTimeout,
 };
 
+use crate::handle::readable;
+
 pub use page::Page;
 pub use query::{JobRow, JobState, TaskFilter};
 
 /// Another layout is built from the events again.
-const LAYOUT: i64 = 1;
+const LAYOUT: i64 = 2;
 /// Says in the header of the file that it is an index of tasks: `Task`.
 const APPLICATION: u32 = 0x5461_736b;
 /// Events per transaction.
@@ -48,9 +50,9 @@ CREATE INDEX IF NOT EXISTS jobs_by_place ON jobs (tenant, place);
 CREATE INDEX IF NOT EXISTS jobs_unfinished ON jobs (created_at) WHERE completed < total AND refused IS NULL;
 CREATE TABLE IF NOT EXISTS tasks (
   tenant TEXT NOT NULL, id TEXT NOT NULL, job TEXT, number INTEGER, name TEXT NOT NULL,
-  state INTEGER, run INTEGER NOT NULL DEFAULT 0, cancelled INTEGER NOT NULL DEFAULT 0, since INTEGER,
-  started_at INTEGER, last_type TEXT, last_at INTEGER, effective_until INTEGER, worker_id TEXT, error TEXT,
-  place INTEGER NOT NULL DEFAULT 0,
+  state INTEGER, run INTEGER NOT NULL DEFAULT 0, attempt INTEGER NOT NULL DEFAULT 0,
+  cancelled INTEGER NOT NULL DEFAULT 0, since INTEGER, started_at INTEGER, last_type TEXT, last_at INTEGER,
+  effective_until INTEGER, worker_id TEXT, error TEXT, place INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (tenant, id)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS tasks_by_state ON tasks (tenant, state, since, id) WHERE state IS NOT NULL;
@@ -183,15 +185,7 @@ impl Index {
             }
             let mut whole = Vec::with_capacity(records.len());
             for record in &records {
-                let is_job = matches!(
-                    record.event.event_type(),
-                    JobCreated::TYPE | JobTasksAdded::TYPE
-                );
-                // The graph may be in the part of the event that is in an object store. A task's state never is.
-                whole.push(match is_job && record.event.overflow().is_some() {
-                    true => bus.whole(record).await?,
-                    false => record.clone(),
-                });
+                whole.push(readable(bus, record).await?);
             }
             self.apply(&from, &next, &whole)?;
         }

@@ -108,7 +108,7 @@ impl JobRow {
 
 pub(super) const TASK: &str =
     "id, job, name, state, run, cancelled, since, started_at, last_type, last_at, effective_until,
-                    worker_id, error, place";
+                    worker_id, error, place, attempt";
 pub(super) const JOB: &str = "id, app, request_id, created_at, total, refused, pending, processing, completed, failed, place";
 
 impl Index {
@@ -261,7 +261,7 @@ pub(super) fn read_task(
 ) -> rusqlite::Result<Option<TaskStatus>> {
     let sql = const {
         "SELECT id, job, name, state, run, cancelled, since, started_at, last_type, last_at, effective_until,
-                    worker_id, error, place FROM tasks WHERE tenant = ?1 AND id = ?2"
+                    worker_id, error, place, attempt FROM tasks WHERE tenant = ?1 AND id = ?2"
     };
     let mut statement = conn.prepare_cached(sql)?;
     statement.query_row(params![tenant, id], task_of).optional()
@@ -287,6 +287,7 @@ pub(super) fn task_of(row: &Row<'_>) -> rusqlite::Result<TaskStatus> {
         worker_id: row.get(11)?,
         error: row.get(12)?,
         place: from_sql(row.get(13)?),
+        attempt: row.get(14)?,
     })
 }
 

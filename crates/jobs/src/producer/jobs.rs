@@ -46,6 +46,16 @@ pub struct SubmittedJob {
     pub new: bool,
 }
 
+/// What a resume of a job did.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Resumed {
+    /// The tasks that were started again.
+    pub started: Vec<String>,
+    /// Failed tasks that depend on a task that has not completed: they were cancelled before it was their turn. The next
+    /// resume starts them, once the tasks before them have completed.
+    pub waiting: Vec<String>,
+}
+
 impl Jobs {
     /// Submits a job. The same job or request twice is one job.
     ///
@@ -209,12 +219,12 @@ impl Jobs {
             .hint("shorter ids, a second job, or an object store for large events"))
     }
 
-    /// Starts the failed tasks of a job again. Those that depend on them follow when they have completed. Returns the
-    /// tasks that were started.
-    pub async fn resume(&self, job: &str) -> Result<Vec<String>> {
+    /// Starts the failed tasks of a job again. Those that depend on them and have not begun follow when they have
+    /// completed.
+    pub async fn resume(&self, job: &str) -> Result<Resumed> {
         let (tasks, graph, created_at) = self.graph_of(job).await?;
         let is_atomic = self.bus().capabilities().atomic_batch;
-        let mut started = Vec::new();
+        let mut resumed = Resumed::default();
         let mut events = Vec::new();
         for (number, task) in tasks.iter().enumerate() {
             let run = match task.state {
@@ -223,16 +233,19 @@ impl Jobs {
                 Some(TaskState::Pending) if !is_atomic && !self.has_work(task).await? => task.run,
                 _ => continue,
             };
-            if waits_for(&graph, &tasks, number).is_none() {
-                let start = self.start_again((job, created_at), &graph, number, run);
-                events.extend(start.await?);
-                started.push(task.request_id.clone());
+            let id = task.request_id.clone();
+            if waits_for(&graph, &tasks, number).is_some() {
+                resumed.waiting.push(id);
+                continue;
             }
+            let start = self.start_again((job, created_at), &graph, number, run);
+            events.extend(start.await?);
+            resumed.started.push(id);
         }
         for part in events.chunks(PART) {
             publish_once(self.bus(), part.to_vec()).await?;
         }
-        Ok(started)
+        Ok(resumed)
     }
 
     pub(super) async fn start_again(

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use everbus::{Class, Code, Error, Event, EventId, Recorded, Result, TypedEvent as _};
 
-pub use self::jobs::{NewJob, SubmittedJob};
+pub use self::jobs::{NewJob, Resumed, SubmittedJob};
 pub use self::tasks::{NewTask, Submitted};
 use crate::events::{ErrorCategory, FailureSource, TaskFailed, TaskState, Work};
 use crate::graph::Graph;
@@ -25,7 +25,7 @@ const BEHIND: Duration = Duration::from_secs(5);
 
 impl Jobs {
     /// Whether the work of the present run of a task was stored.
-    async fn has_work(&self, task: &TaskStatus) -> Result<bool> {
+    pub(crate) async fn has_work(&self, task: &TaskStatus) -> Result<bool> {
         let created_at = match &task.job_id {
             Some(job) => self.index().job(self.tenant(), job)?.map(|j| j.created_at),
             None => None,

@@ -18,7 +18,7 @@ use super::{Action, CronTimes, Missed, SCHEDULE, Schedules, StoredSchedule};
 use crate::events::{Json, TaskPending, TaskState, Work};
 use crate::ids::Parts;
 use crate::state::TaskStatus;
-use crate::work::run_id;
+use crate::work::{publish_once, run_id};
 use crate::worker::{ATTEMPTS, TIMEOUT};
 use crate::{Jobs, Origin, WORK};
 
@@ -476,7 +476,13 @@ impl Run {
     /// Submits a task that has one attempt, and the time limit of the schedule.
     async fn submit(&self, name: &str, input: &Json) -> Result<Done> {
         let jobs = self.jobs.of(&self.event(WORK).build()?);
-        if let Some(request_id) = self.unfinished(&jobs).await? {
+        if let Some(task) = self.unfinished(&jobs).await? {
+            let request_id = task.request_id.clone();
+            if task.state == Some(TaskState::Pending) && !jobs.has_work(&task).await? {
+                // Its process died between `Task Pending` and the work.
+                let events = self.start_events(&jobs, (&request_id, task.run), name, input)?;
+                publish_once(jobs.bus(), events.into()).await?;
+            }
             // Named again, so that the next tick finds it.
             return Ok(Done {
                 skipped: Some(format!("the task {request_id} has not ended")),
@@ -484,6 +490,23 @@ impl Run {
             });
         }
         let request_id = self.task_of(self.tick.at);
+        let events = self.start_events(&jobs, (&request_id, 1), name, input)?;
+        publish_once(jobs.bus(), events.into()).await?;
+        Ok(Done {
+            request_id: Some(request_id),
+            skipped: None,
+        })
+    }
+
+    /// `Task Pending` and the work of one run of the task of a tick.
+    fn start_events(
+        &self,
+        jobs: &Jobs,
+        (request_id, run): (&str, u32),
+        name: &str,
+        input: &Json,
+    ) -> Result<[Event; 2]> {
+        let request_id = request_id.to_owned();
         let emitter = jobs.emitter(Origin::Producer);
         let pending = TaskPending {
             request_id: request_id.clone(),
@@ -498,23 +521,17 @@ impl Run {
             input: input.clone(),
         };
         // As for every other task: `task retry` finds the work by its id.
-        let id = |event_type| run_id(jobs.tenant(), None, &request_id, 1, event_type);
-        let events = [
-            emitter
-                .event_of_run(&pending, None, 1)
-                .id(id(TaskPending::TYPE)),
-            emitter
-                .event_of_run(&work, None, 1)
-                .id(id(WORK))
-                .key(format!("TASK#{request_id}"))
-                .meta(ATTEMPTS, "1")
-                .meta(TIMEOUT, self.timeout.as_millis().to_string()),
-        ];
-        once(jobs.bus().publish_batch(events).await)?;
-        Ok(Done {
-            request_id: Some(request_id),
-            skipped: None,
-        })
+        let id = |event_type| run_id(jobs.tenant(), None, &request_id, run, event_type);
+        let pending = emitter
+            .event_of_run(&pending, None, run)
+            .id(id(TaskPending::TYPE));
+        let work = emitter
+            .event_of_run(&work, None, run)
+            .id(id(WORK))
+            .key(format!("TASK#{request_id}"))
+            .meta(ATTEMPTS, "1")
+            .meta(TIMEOUT, self.timeout.as_millis().to_string());
+        Ok([pending.build()?, work.build()?])
     }
 
     /// The id of the task of a tick.
@@ -523,7 +540,7 @@ impl Run {
     }
 
     /// The task of an earlier tick that has not ended.
-    async fn unfinished(&self, jobs: &Jobs) -> Result<Option<String>> {
+    async fn unfinished(&self, jobs: &Jobs) -> Result<Option<TaskStatus>> {
         let query = HistoryQuery::default()
             .entity(SCHEDULE, &self.tick.schedule)
             .types(RUN_TYPE.parse::<Pattern>()?)
@@ -541,9 +558,9 @@ impl Run {
         let before = before.map(|tick| self.task_of(tick));
         for request_id in last.into_iter().chain(before) {
             let task = jobs.task(&request_id).await?;
-            let ended = |task: TaskStatus| task.state.is_none_or(TaskState::is_terminal);
-            if !task.is_none_or(ended) {
-                return Ok(Some(request_id));
+            let open = |task: &TaskStatus| task.state.is_some_and(|state| !state.is_terminal());
+            if let Some(task) = task.filter(open) {
+                return Ok(Some(task));
             }
         }
         Ok(None)

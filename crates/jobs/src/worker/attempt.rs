@@ -14,16 +14,17 @@ use parking_lot::Mutex;
 use serde_json::json;
 use tokio::time::Instant;
 
-use super::cancel::Cancellations;
+use super::cancel::{Cancellations, is_asked_for};
 use super::child::{ChildCommand, ChildLimits, Ended, Running, StopSignal, Stopped};
-use super::classify::Classifier;
+use super::classify::{Classifier, cut};
 use super::task::{Reports, Task, TaskError, TaskHandler};
 use super::{ATTEMPTS, TIMEOUT};
 use crate::events::{
     ErrorCategory, FailureSource, Json, LastActivity, MemoryUsage, Signal, TaskCompleted,
     TaskFailed, TaskHeartbeat, TaskProcessingFailed, TaskStarted, TaskTimeout, Usage,
 };
-use crate::{Emitter, Jobs, WorkItem};
+use crate::handle::is_copy;
+use crate::{ATTEMPT, Emitter, Jobs, WorkItem};
 
 /// An event that was in flight at this many crashes of workers, the last time alone, is the cause of them.
 const CRASHES: usize = 3;
@@ -31,6 +32,12 @@ const CRASHES: usize = 3;
 const MARGIN: Duration = Duration::from_secs(60);
 /// The pause before a task of an unknown name goes to the next worker.
 const UNKNOWN_PAUSE: Duration = Duration::from_secs(1);
+/// The most bytes of an error that are kept: as many as of standard error.
+pub(super) const LONGEST_ERROR: usize = 4 * 1024;
+/// The most bytes of the name of a step that are kept.
+const LONGEST_STEP: usize = 1024;
+/// What the event of a completed task has beside its output and its ids, generously.
+const ENVELOPE: usize = 384;
 /// The metadata key of what is known about a child that has ended.
 pub(crate) const DETAILS: &str = "worker";
 
@@ -98,6 +105,8 @@ struct Attempt<'a> {
     item: WorkItem,
     emitter: Emitter,
     context: &'a Context,
+    /// A person asked for this delivery: attempts are counted from 1 again.
+    is_asked_for: bool,
     /// The limits of a child; the time limit is that of a function too.
     limits: ChildLimits,
     max_attempts: u32,
@@ -111,6 +120,11 @@ impl Runner {
         context: &Context,
     ) -> Result<Outcome, HandlerError> {
         let event = message.event();
+        if is_copy(event) {
+            return Err(skip(
+                "a replay for all groups runs no task again; `everbus task retry` does",
+            ));
+        }
         let item = WorkItem::of(event)?;
         let emitter = self.emitter.of(event);
         let cancellations = &self.cancellations;
@@ -126,6 +140,7 @@ impl Runner {
             item,
             emitter,
             context,
+            is_asked_for: is_asked_for(message),
             limits,
             max_attempts: number(event, ATTEMPTS).map_or(context.max_attempts(), |wanted| {
                 context
@@ -135,13 +150,13 @@ impl Runner {
         };
         if let Some(crashes) = crashes(context) {
             let error = format!("{crashes} workers died while they ran this task");
-            return Err(attempt.used_up(error));
+            return Err(attempt.used_up(&error));
         }
         if number(event, ATTEMPTS).is_some() && context.attempt() > attempt.max_attempts {
             // The last attempt ended with its worker or its lease. The bus knows only its own number of attempts.
             let most = attempt.max_attempts;
             let error = format!("its worker died or lost the task, which has {most} attempts");
-            return Err(attempt.used_up(error));
+            return Err(attempt.used_up(&error));
         }
         if !self.knows(&attempt.item.work.name) {
             return self.leave_to_others(&attempt, message).await;
@@ -178,7 +193,7 @@ impl Runner {
         };
         if now.duration_since(first) >= self.patience {
             self.unknown.lock().remove(&message.event().id());
-            return Err(attempt.used_up(error));
+            return Err(attempt.used_up(&error));
         }
         // The next worker gets it after a pause: this one may be alone.
         tokio::select! {
@@ -351,7 +366,8 @@ impl Attempt<'_> {
     fn started(&self, work: &Work) -> EventBuilder {
         let of = &self.item.work;
         let now = self.runner.jobs.now();
-        self.item
+        let started = self
+            .item
             .event(
                 &self.emitter,
                 &TaskStarted {
@@ -363,7 +379,11 @@ impl Attempt<'_> {
                 },
             )
             // It may be published after the end of the work.
-            .occurred_at(now)
+            .occurred_at(now);
+        match self.is_asked_for {
+            true => started,
+            false => started.meta(ATTEMPT, self.context.attempt().to_string()),
+        }
     }
 
     fn heartbeat(
@@ -404,6 +424,7 @@ impl Attempt<'_> {
             elapsed,
             details,
         } = finished;
+        let end = self.bounded(end);
         let with_details = |event: EventBuilder| match &details {
             Some(details) => event.meta(DETAILS, details.as_str()),
             None => event,
@@ -468,8 +489,31 @@ impl Attempt<'_> {
         }
     }
 
+    /// The end with an error that is not too long. An output that no event can hold is a failure.
+    fn bounded(&self, end: End) -> End {
+        let most = self.runner.jobs.bus().max_payload();
+        let work = &self.item.work;
+        let ids = work.request_id.len() + work.job_id.as_ref().map_or(0, String::len);
+        let room = most.saturating_sub(ENVELOPE + 2 * ids);
+        match end {
+            End::Completed { output, .. } if output.get().len() > room => End::Failed {
+                category: ErrorCategory::Programming,
+                error: format!(
+                    "its output has {} bytes, and an event here has at most {most}",
+                    output.get().len()
+                ),
+            },
+            End::Failed { category, error } => End::Failed {
+                category,
+                error: cut(&error, LONGEST_ERROR).to_owned(),
+            },
+            end => end,
+        }
+    }
+
     /// No attempt is left for the task.
-    fn used_up(&self, error: String) -> HandlerError {
+    fn used_up(&self, error: &str) -> HandlerError {
+        let error = cut(error, LONGEST_ERROR).to_owned();
         let event = self.failed(
             error.clone(),
             ErrorCategory::ServerError,
@@ -519,8 +563,10 @@ impl Work {
             Self::Function { reports, .. } => (reports.activity.lock().clone(), 0),
         };
         let activity = activity.map(|(activity, at)| LastActivity {
-            kind: activity.kind,
-            step_name: activity.step_name,
+            kind: cut(&activity.kind, LONGEST_STEP).to_owned(),
+            step_name: activity
+                .step_name
+                .map(|step| cut(&step, LONGEST_STEP).to_owned()),
             timestamp: at.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
         });
         (activity, rss)

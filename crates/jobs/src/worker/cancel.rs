@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use everbus::core::{EDIT_OF, REPLAY_OF};
 use everbus::{Cursor, Event, Message, Result, TypedEvent};
 use parking_lot::Mutex;
 use tokio::sync::watch;
@@ -103,7 +104,9 @@ impl Cancellations {
             if heard.is_some() && beside {
                 return Ok(true);
             }
-            if heard.is_none() && !beside && !known.since.covers(message.position()) {
+            // Of a run that was asked for again, any later one may have begun since.
+            let is_new = !is_asked_for(message) && !known.since.covers(message.position());
+            if heard.is_none() && !beside && is_new {
                 return Ok(false);
             }
             heard
@@ -136,6 +139,15 @@ impl Cancellations {
             }
         }
     }
+}
+
+/// Whether a person asked for this delivery: a dead letter that was retried or corrected, or a replay.
+pub(super) fn is_asked_for(message: &Message) -> bool {
+    let metadata = message.event().metadata();
+    message.was_retried()
+        || [EDIT_OF, REPLAY_OF]
+            .iter()
+            .any(|key| metadata.contains_key(*key))
 }
 
 fn key(tenant: &str, item: &WorkItem) -> Run {

@@ -184,11 +184,12 @@ pub(crate) fn named(name: &str) -> Option<ErrorCategory> {
 
 fn last_line(text: &str) -> Option<&str> {
     let line = text.lines().rev().map(str::trim).find(|l| !l.is_empty())?;
-    let mut end = line.len().min(500);
-    while !line.is_char_boundary(end) {
-        end -= 1;
-    }
-    Some(&line[..end])
+    Some(cut(line, 500))
+}
+
+/// The first bytes of a text, whole characters only.
+pub(super) fn cut(text: &str, most: usize) -> &str {
+    &text[..text.floor_char_boundary(most)]
 }
 
 #[cfg(test)]

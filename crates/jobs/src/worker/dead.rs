@@ -8,7 +8,10 @@ use everbus::{
 use serde::Deserialize;
 
 use super::DEAD_WORK;
+use super::attempt::LONGEST_ERROR;
+use super::classify::cut;
 use crate::events::{ErrorCategory, FailureSource, TASK, TaskCompleted, TaskFailed, TaskTimeout};
+use crate::handle::is_copy;
 use crate::ids::Parts;
 use crate::{Jobs, Origin, WORK, WORKERS, WorkItem, run_of};
 
@@ -30,7 +33,8 @@ pub(super) async fn mount(jobs: &Jobs) -> Result<()> {
     let handle = move |message: Message, Json(notice): Json<Notice>, context: Context| {
         let jobs = jobs.clone();
         async move {
-            if notice.event_type == WORK && notice.group == WORKERS {
+            let is_work = notice.event_type == WORK && notice.group == WORKERS;
+            if is_work && !is_copy(message.event()) {
                 end_task(&jobs, &message, &notice, &context).await?;
             }
             everbus::handled()
@@ -74,7 +78,7 @@ async fn end_task(
     let failed = TaskFailed {
         request_id: item.work.request_id.clone(),
         job_id: item.work.job_id.clone(),
-        error: dead.error.clone(),
+        error: cut(&dead.error, LONGEST_ERROR).to_owned(),
         error_category: ErrorCategory::ServerError,
         retry_count: dead.attempts,
         source: FailureSource::Dlq,
@@ -107,7 +111,7 @@ async fn has_ended(jobs: &Jobs, item: &WorkItem) -> Result<bool> {
         .order(Order::Newest)
         .limit(20);
     let page = jobs.bus().history()?.query(query).await?;
-    let of_run = |event: &everbus::Event| run_of(event).unwrap_or(1) == item.run;
+    let of_run = |event: &everbus::Event| run_of(event).unwrap_or(1) == item.run && !is_copy(event);
     let mut events = page.items.iter().map(|record| &record.event);
     let last = events.find(|event| of_run(event));
     Ok(last.is_some_and(|event| {

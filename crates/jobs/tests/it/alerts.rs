@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus::{BreakerPolicy, Bus, Criticality, Event, HandlerError, RetryPolicy};
+use everbus::{BreakerPolicy, Bus, Criticality, Event, HandlerError, ManualClock, RetryPolicy};
 use everbus_jobs::alerts::{Alerts, JobEnds, Target};
 use everbus_jobs::events::{
-    Health, HealthSummary, JobFailureDetected, TaskHealth, TaskHealthCheck, TaskStatuses,
+    Health, HealthSummary, JobFailureDetected, Json, TaskHealth, TaskHealthCheck, TaskStatuses,
 };
+use everbus_jobs::health::Thresholds;
 use everbus_jobs::webhook::{WebhookClient, WebhookOptions};
-use everbus_jobs::{Jobs, Origin};
+use everbus_jobs::{Jobs, NewTask, Origin};
 use parking_lot::Mutex;
 use serde_json::Value;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -117,6 +118,7 @@ async fn failing_group(bus: &Bus, pattern: &str, group: &str) {
         .unwrap();
 }
 
+// conformance: workflow/slack-alert: a dead letter is told to Slack with event type, detail type, task, time and message id
 #[tokio::test]
 async fn a_dead_letter_is_told_once_in_a_while() {
     let (bus, jobs) = bus().await;
@@ -227,6 +229,36 @@ async fn failed_jobs_and_unhealthy_tasks_are_told() {
         named.contains("req-456") && !named.contains("req-1 "),
         "{named}"
     );
+    bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/health-alert: a check that found tasks pending for too long raises an alert that names them
+#[tokio::test]
+async fn tasks_that_wait_for_too_long_are_told() {
+    let clock = ManualClock::new("2026-11-17T20:00:30Z".parse().unwrap());
+    let bus = Bus::builder().clock(clock.clone()).open("memory:");
+    let bus = bus.await.unwrap();
+    let jobs = Jobs::builder().clock(clock.clone()).open(bus.clone());
+    let jobs = jobs.unwrap();
+    let server = Server::start().await;
+    alerts(&jobs, Target::Json(server.client()))
+        .mount()
+        .await
+        .unwrap();
+    bus.start().await.unwrap();
+    for n in 0..12 {
+        let task = NewTask::new("scrape", Json::empty()).id(format!("req-{n:02}"));
+        jobs.submit(task).await.unwrap();
+    }
+    jobs.check_health(&Thresholds::default()).await.unwrap();
+    clock.advance(Duration::from_secs(901));
+    jobs.check_health(&Thresholds::default()).await.unwrap();
+    let got = server.received(1).await;
+    assert_eq!(got[0]["kind"], "unhealthy_tasks");
+    let named = got[0]["fields"]["pendingTooLong"].as_str().unwrap();
+    assert!(named.starts_with("req-00, req-01, "), "{named}");
+    assert!(named.contains("and 2 more; the first for 901 s"), "{named}");
+    assert_eq!(got.len(), 1, "the first check found nothing");
     bus.shutdown().await.unwrap();
 }
 

@@ -27,12 +27,20 @@ async fn open(directory: &Path) -> Jobs {
     Jobs::new(Bus::open(url).await.unwrap()).unwrap()
 }
 
+/// How many tasks a worker runs at once.
+const CONCURRENCY: usize = 4;
+
 /// The child of a task: says who it is, works for a moment, and says that it has come to its end. The file `long` makes
 /// it work for a quarter of an hour.
 const CHILD: &str = r#"
 echo "$EVERBUS_REQUEST_ID $$ $PPID" >> begun
 input=$(cat)
 if [ -e long ]; then sleep 900; else sleep 0.02; fi
+if [ -e daemon ]; then
+  setsid sleep 900 <&- >&- 2>&- &
+  while [ "$(cut -d' ' -f6 /proc/$!/stat)" != $! ]; do sleep 0.01; done
+  echo $! > daemon
+fi
 case $input in *'"fail":true'*) exit 65 ;; esac
 echo "$EVERBUS_REQUEST_ID" >> ran
 echo '{}'
@@ -83,14 +91,17 @@ async fn crash_process() {
             std::future::pending::<()>().await;
         }
         "children" => {
+            let heartbeat = std::fs::read_to_string(directory.join("heartbeat"));
+            let heartbeat = heartbeat.map_or(2000, |text| text.parse().unwrap());
+            let heartbeat = Duration::from_millis(heartbeat);
             let command = ChildCommand::new("sh")
                 .args([OsString::from("-c"), CHILD.into()])
                 .directory(&directory);
             Worker::new(jobs.clone())
                 .command(command)
-                .concurrency(4)
+                .concurrency(CONCURRENCY)
                 // Where a dead worker is noticed by its lease, this lasts for three of them.
-                .heartbeat(Duration::from_secs(2))
+                .heartbeat(heartbeat)
                 .retry(everbus::RetryPolicy::default().max_retries(10_000))
                 .mount()
                 .await
@@ -105,6 +116,8 @@ async fn crash_process() {
                 .subscribe(WORK)
                 .group(WORKERS)
                 .start_from(StartFrom::First)
+                .concurrency(CONCURRENCY)
+                .prefetch(CONCURRENCY)
                 .retry_with(|policy| policy.max_retries(10_000))
                 .handler(move |message: Message| {
                     let (jobs, ran) = (jobs_of.clone(), ran.clone());
@@ -205,6 +218,117 @@ async fn a_killed_worker_takes_its_children_with_it() {
     jobs.bus().shutdown().await.unwrap();
 }
 
+// conformance: workflow/job-orphans: what a task that has ended left behind on purpose does not end with the worker
+#[tokio::test(flavor = "multi_thread")]
+async fn a_daemon_of_an_ended_task_outlives_its_worker() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let jobs = open(path).await;
+    std::fs::write(path.join("daemon"), "").unwrap();
+    let task = NewTask::new("daemon", Json::empty()).id("req-1");
+    jobs.submit(task).await.unwrap();
+    let worker = start("children", path, 0, 0);
+    until("the task has completed", async || {
+        let task = jobs.task("req-1").await.unwrap().unwrap();
+        task.state == Some(TaskState::Completed)
+    })
+    .await;
+    let daemon = std::fs::read_to_string(path.join("daemon")).unwrap();
+    let daemon: u32 = daemon.trim().parse().unwrap();
+    let helper = helper_of(worker.child.id()).expect("the worker has a helper");
+    drop(worker);
+    until("the helper has ended", async || helper_at(helper).is_none()).await;
+    let command = std::fs::read_to_string(format!("/proc/{daemon}/cmdline")).unwrap_or_default();
+    let pid = rustix::process::Pid::from_raw(i32::try_from(daemon).unwrap()).unwrap();
+    let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    assert!(command.contains("sleep"), "the daemon was killed");
+    jobs.bus().shutdown().await.unwrap();
+}
+
+/// The process that kills the children of a worker.
+fn helper_of(worker: u32) -> Option<u32> {
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    let mut pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.find(|pid| helper_at(*pid) == Some(worker))
+}
+
+/// The parent of a process, if it is such a helper.
+fn helper_at(pid: u32) -> Option<u32> {
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/{name}"));
+    let stat = read("stat").ok()?;
+    let mut words = stat.rsplit_once(") ")?.1.split(' ').skip(1);
+    let parent = words.next()?.parse().ok()?;
+    let is_helper = read("cmdline").is_ok_and(|command| command.contains("everbus-orphans"));
+    is_helper.then_some(parent)
+}
+
+// conformance: workflow/task-lock: a worker that stands still beyond its lease loses the task; the next one completes it, and the first kills its child and changes nothing
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_stands_still_loses_its_task() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path();
+    let jobs = open(path).await;
+    std::fs::write(path.join("long"), "").unwrap();
+    std::fs::write(path.join("heartbeat"), "500").unwrap();
+    let task = NewTask::new("long", Json::empty()).id("req-1");
+    jobs.submit(task).await.unwrap();
+    let first = start("children", path, 0, 0);
+    let pid = first.child.id();
+    let signal = |signal| {
+        let pid = rustix::process::Pid::from_raw(i32::try_from(pid).unwrap()).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    };
+    until("the first child runs", async || {
+        let task = jobs.task("req-1").await.unwrap().unwrap();
+        task.state == Some(TaskState::Processing) && children_of(path, pid).len() == 1
+    })
+    .await;
+    loop {
+        signal(rustix::process::Signal::STOP);
+        // It must not hold the lock of the file while it stands still.
+        let written = jobs.bus().publish(("still.there", 1));
+        if let Ok(Ok(_)) = tokio::time::timeout(Duration::from_secs(2), written.into_future()).await
+        {
+            break;
+        }
+        signal(rustix::process::Signal::CONT);
+    }
+    std::fs::remove_file(path.join("long")).unwrap();
+    let second = start("children", path, 0, 0);
+    let state = async || jobs.task("req-1").await.unwrap().unwrap().state;
+    until("the second worker completes the task", async || {
+        state().await == Some(TaskState::Completed)
+    })
+    .await;
+    assert_eq!(
+        children_of(path, pid).len(),
+        1,
+        "the first child runs still"
+    );
+    signal(rustix::process::Signal::CONT);
+    until("the first worker kills its child", async || {
+        children_of(path, pid).is_empty()
+    })
+    .await;
+    // Everything that the first worker still wants to say is said before it takes another task.
+    drop(second);
+    let task = NewTask::new("next", Json::empty()).id("req-2");
+    jobs.submit(task).await.unwrap();
+    until("the first worker goes on", async || {
+        let task = jobs.task("req-2").await.unwrap().unwrap();
+        task.state == Some(TaskState::Completed)
+    })
+    .await;
+    assert_eq!(state().await, Some(TaskState::Completed));
+    let ran = std::fs::read_to_string(path.join("ran")).unwrap();
+    assert_eq!(
+        ran, "req-1\nreq-2\n",
+        "the first child did not come to its end"
+    );
+    assert_eq!(events_of::<TaskCompleted>(&jobs).await.len(), 2);
+    jobs.bus().shutdown().await.unwrap();
+}
+
 async fn campaign(worker: &'static str, usual: u64) {
     let env = |name: &str| {
         std::env::var(name)
@@ -233,7 +357,7 @@ async fn campaign(worker: &'static str, usual: u64) {
         go(worker),
         go("dispatcher"),
     ];
-    let mut kills = BTreeMap::from([("producer", 0), ("dispatcher", 0), (worker, 0)]);
+    let mut kills = BTreeMap::from([("producer", 0_usize), ("dispatcher", 0), (worker, 0)]);
     let begin = Instant::now();
     // Kills go on for a while and then stop, so that the end is reached on any machine.
     let killing = Duration::from_secs(10 + count / 4);
@@ -341,6 +465,12 @@ async fn campaign(worker: &'static str, usual: u64) {
         *runs.entry(line).or_default() += 1;
     }
     let again: usize = runs.values().map(|n| n - 1).sum();
+    // A run is repeated only if its worker was killed while it had the task.
+    let most = kills[worker] * CONCURRENCY;
+    assert!(
+        again <= most,
+        "seed {seed}: {again} runs repeated, {kills:?}"
+    );
     println!(
         "{count} jobs, {total} tasks, kills {kills:?}, {again} runs repeated because their worker was killed, {:?}",
         begin.elapsed()

@@ -111,7 +111,7 @@ async fn a_failed_job_goes_on_where_it_can_and_is_resumed() {
     assert_eq!(detected.task_statuses["after"], None);
     assert_eq!(count::<JobCompleted>(&jobs).await, 0);
 
-    assert_eq!(jobs.resume("j").await.unwrap(), ["bad"]);
+    assert_eq!(jobs.resume("j").await.unwrap().started, ["bad"]);
     assert_eq!(ended(&jobs, "j").await.state, JobState::Completed);
     until("the job is completed", async || {
         count::<JobCompleted>(&jobs).await == 1
@@ -349,7 +349,7 @@ async fn a_cancelled_job_stops_and_can_be_resumed() {
         "a cancel was asked for"
     );
 
-    let mut resumed = jobs.resume("j").await.unwrap();
+    let mut resumed = jobs.resume("j").await.unwrap().started;
     resumed.sort();
     assert_eq!(resumed, ["a", "b"]);
     worker(&jobs).await;
@@ -546,5 +546,35 @@ async fn a_task_whose_input_is_too_large_fails_alone() {
     let large = jobs.task("large").await.unwrap().unwrap();
     assert_eq!(large.state, Some(TaskState::Failed));
     assert!(large.error.unwrap().contains("the limit is 50000"));
+    jobs.bus().shutdown().await.unwrap();
+}
+
+// conformance: workflow/job-resume: a resume names the tasks that it cannot start yet, and the next one starts them
+#[tokio::test(flavor = "multi_thread")]
+async fn a_resume_names_the_tasks_that_wait_for_others() {
+    let jobs = memory().await;
+    let tasks = vec![
+        task_with("a", &[], &json!({"fail": 1})),
+        task("b", &["a"]),
+        task("c", &["b"]),
+    ];
+    jobs.submit_job(job("j", tasks)).await.unwrap();
+    assert!(jobs.cancel_task("b").await.unwrap());
+    running(&jobs).await;
+    assert_eq!(ended(&jobs, "j").await.state, JobState::Failed);
+    let resumed = jobs.resume("j").await.unwrap();
+    assert_eq!(
+        (resumed.started, resumed.waiting),
+        (vec!["a".to_owned()], vec!["b".to_owned()])
+    );
+    let status = ended(&jobs, "j").await;
+    assert_eq!(status.task_statuses["a"], Some(TaskState::Completed));
+    assert_eq!(status.state, JobState::Failed, "b was cancelled");
+    let resumed = jobs.resume("j").await.unwrap();
+    assert_eq!(
+        (resumed.started, resumed.waiting),
+        (vec!["b".to_owned()], vec![])
+    );
+    assert_eq!(ended(&jobs, "j").await.state, JobState::Completed);
     jobs.bus().shutdown().await.unwrap();
 }

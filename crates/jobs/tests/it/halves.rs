@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use everbus::core::{Appended, BoxFuture, Broker, BrokerLayer, Capabilities};
-use everbus::{Bus, Code, Error, Event, Result, TypedEvent as _};
+use everbus::{Bus, Clock as _, Code, Error, Event, ManualClock, Result, TypedEvent as _};
 use everbus_jobs::events::{
     ErrorCategory, FailureSource, JobFailureDetected, Json, TaskFailed, TaskPending, Work,
 };
+use everbus_jobs::schedule::{Action, Missed, Scheduler, Schedules, StoredSchedule};
 use everbus_jobs::{Dispatcher, Jobs, NewTask, Origin};
 use serde_json::json;
 
@@ -44,15 +46,21 @@ impl BrokerLayer for Split {
 }
 
 async fn split() -> (Jobs, Arc<AtomicBool>) {
-    let bus = Bus::open("memory:").await.unwrap();
+    split_at(everbus::SystemClock).await
+}
+
+async fn split_at(clock: impl everbus::Clock + Clone) -> (Jobs, Arc<AtomicBool>) {
+    let bus = Bus::builder().clock(clock.clone()).open("memory:");
+    let bus = bus.await.unwrap();
     let mut engine = bus.engine().clone();
     let refuses = Arc::new(AtomicBool::new(true));
     engine.broker = Arc::new(Split {
         inner: engine.broker.clone(),
         refuses: refuses.clone(),
     });
-    let bus = Bus::builder().with_engine(engine).unwrap();
-    (Jobs::new(bus).unwrap(), refuses)
+    let bus = Bus::builder().clock(clock.clone()).with_engine(engine);
+    let jobs = Jobs::builder().clock(clock).open(bus.unwrap());
+    (jobs.unwrap(), refuses)
 }
 
 fn failed(id: &str, job: Option<&str>) -> TaskFailed {
@@ -123,4 +131,51 @@ async fn a_dispatcher_that_failed_half_way_goes_on_there() {
     .await;
     assert_eq!(events_of::<TaskPending>(&jobs).await.len(), ROOTS);
     jobs.bus().shutdown().await.unwrap();
+}
+
+// conformance: framework/schedule-failures: a task whose work was not stored gets it with the next tick, so that the schedule goes on
+#[tokio::test]
+async fn a_schedule_that_failed_half_way_goes_on() {
+    let minute = Duration::from_secs(60);
+    let clock = ManualClock::new("2026-11-17T20:00:30Z".parse().unwrap());
+    let (jobs, refuses) = split_at(clock.clone()).await;
+    let schedule = StoredSchedule {
+        name: "report".to_owned(),
+        cron: "* * * * *".to_owned(),
+        timezone: "UTC".to_owned(),
+        action: Action::Task {
+            name: "report".to_owned(),
+            input: Json::of(&json!({"n": 1})).unwrap(),
+        },
+        timeout_ms: None,
+        missed: Missed::Skip,
+        paused: false,
+        tenant: None,
+        since: clock.now(),
+    };
+    let schedules = Schedules::of(jobs.bus()).unwrap();
+    schedules.put(&schedule).await.unwrap();
+    let mut scheduler = Scheduler::new(jobs.clone()).stored().unwrap();
+    clock.advance(minute);
+    scheduler.look().await.unwrap();
+    scheduler.settled().await;
+    assert_eq!(events_of::<TaskPending>(&jobs).await.len(), 1);
+    assert!(events_of::<Work>(&jobs).await.is_empty());
+    refuses.store(false, Ordering::SeqCst);
+    clock.advance(minute);
+    scheduler.look().await.unwrap();
+    scheduler.settled().await;
+    let works = events_of::<Work>(&jobs).await;
+    assert_eq!(works.len(), 1, "the task has its work now");
+    let work: Work = works[0].event.json().unwrap();
+    let pending: TaskPending = events_of::<TaskPending>(&jobs).await[0]
+        .event
+        .json()
+        .unwrap();
+    assert_eq!(work.request_id, pending.request_id);
+    // It has not ended: the next tick submits no other one.
+    clock.advance(minute);
+    scheduler.look().await.unwrap();
+    scheduler.settled().await;
+    assert_eq!(events_of::<Work>(&jobs).await.len(), 1);
 }

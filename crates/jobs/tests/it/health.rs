@@ -146,3 +146,48 @@ async fn a_delayed_task_does_not_wait_before_it_is_due() {
     stage.clock.advance(23 * hour + 901 * SECOND);
     assert_eq!(waiting().await, 1);
 }
+
+// conformance: workflow/health-event: a check of more tasks than an event holds names those that are not healthy, and the other tenants are checked too
+#[tokio::test]
+async fn a_check_that_is_too_large_names_the_unhealthy_tasks() {
+    let clock = ManualClock::new("2026-11-17T20:00:30Z".parse().unwrap());
+    let bus = Bus::builder()
+        .clock(clock.clone())
+        .max_payload(10_000)
+        .open("memory:")
+        .await
+        .unwrap();
+    let jobs = |tenant: &str| {
+        let jobs = Jobs::builder().clock(clock.clone()).tenant(tenant);
+        jobs.open(bus.clone()).unwrap()
+    };
+    let stage = |tenant: &str| Stage {
+        bus: bus.clone(),
+        jobs: jobs(tenant),
+        clock: clock.clone(),
+    };
+    let (large, small) = (stage("large"), stage("small"));
+    large.started("zz-stuck").await;
+    small.started("alone").await;
+    clock.advance(61 * SECOND);
+    for n in 0..200 {
+        large.started(&format!("req-{n:03}")).await;
+    }
+    let reports = large
+        .jobs
+        .check_health(&Thresholds::default())
+        .await
+        .unwrap();
+    let tenants: Vec<&str> = reports.iter().map(|r| r.tenant.as_str()).collect();
+    assert_eq!(tenants, ["large", "small"]);
+    let checks = large.checks().await;
+    let of_large = checks
+        .iter()
+        .find(|c| c["summary"]["totalProcessing"] == 201);
+    let of_large = of_large.expect("the check of the large tenant");
+    assert_eq!(of_large["summary"]["critical"], 1);
+    let named = of_large["tasks"].as_array().unwrap();
+    assert_eq!(named[0]["requestId"], "zz-stuck");
+    assert!((10..201).contains(&named.len()), "{}", named.len());
+    assert!(checks.iter().any(|c| c["tasks"][0]["requestId"] == "alone"));
+}

@@ -35,7 +35,7 @@ async fn jobs_fail_are_resumed_and_complete_with_two_dispatchers() {
     let total = tasks.len();
     one.submit_job(job("diamonds", tasks)).await.unwrap();
     assert_eq!(ended(&one, "diamonds").await.state, JobState::Failed);
-    assert_eq!(two.resume("diamonds").await.unwrap(), ["r4"]);
+    assert_eq!(two.resume("diamonds").await.unwrap().started, ["r4"]);
     assert_eq!(ended(&one, "diamonds").await.state, JobState::Completed);
     until("the job is completed", async || {
         events_of::<JobCompleted>(&one).await.len() == 1

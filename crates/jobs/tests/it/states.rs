@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use everbus::{Bus, ManualClock, Timestamp};
-use everbus_jobs::events::{Json, TaskState, TaskTimeout};
+use everbus_jobs::events::{Json, TaskCompleted, TaskStarted, TaskState, TaskTimeout};
 use everbus_jobs::{Index, Jobs, NewTask, Origin, TaskFilter};
 use serde_json::json;
 
@@ -212,4 +212,62 @@ fn a_file_of_another_program_is_refused_and_stays_as_it_is() {
         everbus::Code::Corrupt
     );
     assert_eq!(std::fs::read_to_string(&notes).unwrap(), text);
+}
+
+// conformance: workflow/state-machine: a start of an earlier attempt that is stored late does not reopen its run
+#[tokio::test]
+async fn a_start_that_comes_late_does_not_reopen_a_finished_run() {
+    let jobs = memory().await;
+    jobs.submit(NewTask::new("x", Json::empty()).id("req-1"))
+        .await
+        .unwrap();
+    let emitter = jobs.emitter(Origin::Worker);
+    let started = |worker: &str| TaskStarted {
+        request_id: "req-1".into(),
+        job_id: None,
+        effective_until: crate::support::seconds(&jobs) + 60,
+        worker_id: worker.into(),
+        process_id: 7,
+    };
+    let start = async |worker: &str, attempt: Option<u32>| {
+        let mut event = emitter.event_of_run(&started(worker), None, 1);
+        if let Some(attempt) = attempt {
+            event = event.meta("attempt", attempt.to_string());
+        }
+        jobs.bus().publish(event).await.unwrap();
+    };
+    let seen = async || {
+        let (folded, listed) = (jobs.task("req-1").await, jobs.task_status("req-1").await);
+        let (folded, listed) = (folded.unwrap().unwrap(), listed.unwrap());
+        assert_eq!(folded.state, listed.state);
+        assert_eq!(folded.worker_id, listed.worker_id);
+        (folded.state.unwrap(), folded.worker_id.unwrap())
+    };
+    // The worker of the first attempt stands still before its start is stored; the second one runs.
+    start("second", Some(2)).await;
+    start("first", Some(1)).await;
+    assert_eq!(seen().await, (TaskState::Processing, "second".into()));
+    let completed = TaskCompleted {
+        request_id: "req-1".into(),
+        job_id: None,
+        output: Json::empty(),
+        duration_ms: 1,
+        exit_code: 0,
+        usage: None,
+    };
+    let event = emitter.event_of_run(&completed, None, 1);
+    jobs.bus().publish(event).await.unwrap();
+    for attempt in [1, 2] {
+        start("first", Some(attempt)).await;
+        assert_eq!(seen().await, (TaskState::Completed, "second".into()));
+    }
+    // A later attempt, and one that a person asked for, open the run again.
+    start("third", Some(3)).await;
+    assert_eq!(seen().await, (TaskState::Processing, "third".into()));
+    jobs.bus()
+        .publish(emitter.event_of_run(&completed, None, 1))
+        .await
+        .unwrap();
+    start("asked", None).await;
+    assert_eq!(seen().await, (TaskState::Processing, "asked".into()));
 }

@@ -4,7 +4,7 @@ use axum::extract::{Query, State};
 use axum::response::Response;
 use everbus::Result;
 use everbus_jobs::events::{Health, TaskState};
-use everbus_jobs::health::{HealthReport, Thresholds};
+use everbus_jobs::health::HealthReport;
 use everbus_jobs::schedule::Action;
 use everbus_jobs::{DEFAULT_TENANT, JobRow, JobState, Jobs, Page as PageOf, WORKERS};
 use maud::{Markup, html};
@@ -132,7 +132,7 @@ pub(super) async fn list(
     let cursor = (!filters.cursor.is_empty()).then_some(filters.cursor.as_str());
     let found = chosen.jobs.jobs_page(wanted, cursor, PAGE).await?;
     let counts = chosen.jobs.task_counts().await?;
-    let health = chosen.jobs.health(&Thresholds::default()).await?;
+    let health = chosen.jobs.health(&state.options().task_health).await?;
     // An engine that keeps no values by key has no schedules.
     let schedules = schedules::all(&state, &caller).await.unwrap_or_default();
     let first = filters.cursor.is_empty();

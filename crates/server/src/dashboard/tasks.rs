@@ -6,7 +6,6 @@ use axum::extract::{Path, Query, State};
 use axum::response::Response;
 use everbus::{Recorded, Result, TypedEvent as _};
 use everbus_jobs::events::{TASK, TaskProcessingFailed, TaskState};
-use everbus_jobs::health::Thresholds;
 use everbus_jobs::state::TaskStatus;
 use maud::{Markup, html};
 use serde::Deserialize;
@@ -159,7 +158,7 @@ pub(super) async fn show(
     let failed = events_page(state.bus(), &caller, &failed).await?;
     let pending = u64::from(task.state == Some(TaskState::Pending));
     let health = (task.state == Some(TaskState::Processing))
-        .then(|| Thresholds::default().judge(&task, chosen.jobs.now()));
+        .then(|| state.options().task_health.judge(&task, chosen.jobs.now()));
     let body = html! {
         div #jobs-page data-tenant=(chosen.jobs.tenant()) data-of-task=(id) data-follow {
             div #task-head data-live {

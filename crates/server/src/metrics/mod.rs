@@ -169,7 +169,7 @@ async fn task_health(state: &AppState) -> Vec<Family> {
     let Ok(jobs) = state.jobs() else {
         return Vec::new();
     };
-    match summed_health(&jobs).await {
+    match summed_health(&jobs, &state.options().task_health).await {
         Ok((summary, waiting)) => {
             let help = "Running tasks by their health";
             let mut health = Family::new("everbus_task_health", Kind::Gauge, help);
@@ -193,17 +193,19 @@ async fn task_health(state: &AppState) -> Vec<Family> {
     }
 }
 
-async fn summed_health(jobs: &Jobs) -> everbus::Result<(HealthSummary, usize)> {
+async fn summed_health(
+    jobs: &Jobs,
+    thresholds: &Thresholds,
+) -> everbus::Result<(HealthSummary, usize)> {
     let index = jobs.index();
     index.catch_up(jobs.bus(), None).await?;
     let mut tenants = index.tenants(TaskState::Processing)?;
     tenants.extend(index.tenants(TaskState::Pending)?);
     tenants.sort();
     tenants.dedup();
-    let thresholds = Thresholds::default();
     let (mut sum, mut waiting) = (HealthSummary::default(), 0);
     for tenant in tenants {
-        let report = jobs.for_tenant(&tenant).health(&thresholds).await?;
+        let report = jobs.for_tenant(&tenant).health(thresholds).await?;
         let found = report.check.summary;
         sum.healthy += found.healthy;
         sum.warning += found.warning;

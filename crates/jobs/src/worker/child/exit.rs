@@ -86,20 +86,21 @@ pub(super) struct Process {
 
 impl Process {
     /// Takes charge of a child. If that fails, the child is killed: no child runs without supervision.
-    pub(super) fn new(mut child: Child) -> io::Result<Self> {
+    pub(super) fn new(mut child: Child, mut watched: Watched) -> io::Result<Self> {
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
         let Some(pid) = pid else {
             child.kill()?;
             child.wait()?;
             return Err(io::Error::other("a child without a process id"));
         };
+        watched.running(pid);
         // From here on a return drops it, which kills and reaps.
         #[allow(unused_mut, reason = "it is complete on other systems than Linux")]
         let mut this = Self {
             child,
             pid,
             reaped: false,
-            watched: Some(Watched::new(pid)),
+            watched: Some(watched),
             #[cfg(target_os = "linux")]
             ended: None,
         };

@@ -213,15 +213,16 @@ impl ChildCommand {
                 command.env(name, value);
             }
         }
+        let watched = orphans::Watched::starting();
         command
             .envs(&self.set)
             .envs(variables)
-            .env(orphans::MARK, orphans::mark());
+            .env(orphans::MARK, watched.mark());
         if let Some(directory) = &self.directory {
             command.current_dir(directory);
         }
         // A group of its own, so that a kill reaches everything that the child starts.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
-        Running::start(&mut command, limits, self.output, input)
+        Running::start(&mut command, watched, limits, self.output, input)
     }
 }

@@ -4,38 +4,45 @@
 //! A helper process, one for each worker, knows the process groups of the running children. It reads them from a pipe
 //! that only the worker holds. When the pipe ends, the worker has ended, and the helper kills the groups that are left.
 //!
-//! A worker may be killed after it has started a child and before it has named its group. The environment of each child
-//! therefore has a mark of its worker, and on Linux the helper also kills the processes that carry it.
+//! A worker may be killed after it has started a child and before it has named its group. The helper therefore knows a
+//! mark of each child that is being started. The mark is in the environment of the child, and on Linux the helper kills
+//! the processes that carry it. A child that has been named is known by its group alone: what it leaves behind on purpose,
+//! in a session of its own, goes on.
 
 use std::io::{self, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::{LazyLock, OnceLock};
+use std::sync::OnceLock;
 
 use parking_lot::Mutex;
 use rustix::process::Pid;
 use uuid::Uuid;
 
-/// The variable in the environment of a child that names the process of its worker.
-pub(super) const MARK: &str = "EVERBUS_WORKER_PROCESS";
+/// The variable in the environment of a child with its mark.
+pub(super) const MARK: &str = "EVERBUS_CHILD";
 
-/// Keeps the groups in a list with a blank before and after each, and kills those that are left at the end. Then it looks
-/// for the mark `$1`, twice: a child that is being started gets its environment a moment later.
+/// Keeps marks and groups in lists with a blank before and after each. At the end it kills the groups that are left. Then
+/// it looks for the marks that are left, twice: a child that is being started gets its environment a moment later.
 const SCRIPT: &str = r#"
+starts=" "
 groups=" "
-while read -r change group; do
+while read -r change first second; do
   case $change in
-    +) groups="$groups$group " ;;
-    -) groups="${groups%% $group *} ${groups#* $group }" ;;
+    starting) starts="$starts$first " ;;
+    running) starts="${starts%% $first *} ${starts#* $first }" groups="$groups$second " ;;
+    failed) starts="${starts%% $first *} ${starts#* $first }" ;;
+    ended) groups="${groups%% $first *} ${groups#* $first }" ;;
   esac
 done
 for group in $groups; do kill -s KILL -- "-$group" 2>/dev/null; done
 for pause in 0 1; do
-  sleep $pause
-  for found in $(grep -lsF -- "$1" /proc/[0-9]*/environ); do
-    found=${found#/proc/}
-    found=${found%/environ}
-    kill -s KILL -- "-$found" "$found" 2>/dev/null
+  [ "$starts" = " " ] || sleep $pause
+  for mark in $starts; do
+    for found in $(grep -lsF -- "$mark" /proc/[0-9]*/environ); do
+      found=${found#/proc/}
+      found=${found%/environ}
+      kill -s KILL -- "-$found" "$found" 2>/dev/null
+    done
   done
 done
 "#;
@@ -43,54 +50,62 @@ done
 /// The helper of this process; `None` inside if it could not be started or has ended.
 static HELPER: OnceLock<Mutex<Option<Helper>>> = OnceLock::new();
 
-/// The mark of this process. An earlier process with the same id had another one.
-static OWN_MARK: LazyLock<String> = LazyLock::new(|| Uuid::new_v4().to_string());
-
 struct Helper {
     /// Reaped if it ends too early.
     child: Child,
     pipe: ChildStdin,
 }
 
-/// A process group that the helper kills if this process dies. Dropping it says that the group has ended.
+/// A child that the helper kills if this process dies. Dropping it says that the child has ended.
 #[derive(Debug)]
 pub(super) struct Watched {
-    group: Pid,
+    mark: Uuid,
+    /// `None` until the child runs.
+    group: Option<Pid>,
 }
 
 impl Watched {
-    /// Tells the helper about a group.
-    pub(super) fn new(group: Pid) -> Self {
-        tell('+', group);
-        Self { group }
+    /// Tells the helper that a child is being started. Its environment must have the [mark](Self::mark).
+    pub(super) fn starting() -> Self {
+        let mark = Uuid::new_v4();
+        tell(format_args!("starting {mark}"));
+        Self { mark, group: None }
+    }
+
+    /// The value of [`MARK`].
+    pub(super) fn mark(&self) -> String {
+        self.mark.to_string()
+    }
+
+    /// Tells the helper the group of the child.
+    pub(super) fn running(&mut self, group: Pid) {
+        tell(format_args!(
+            "running {} {}",
+            self.mark,
+            group.as_raw_nonzero()
+        ));
+        self.group = Some(group);
     }
 }
 
 impl Drop for Watched {
     fn drop(&mut self) {
-        tell('-', self.group);
+        match self.group {
+            Some(group) => tell(format_args!("ended {}", group.as_raw_nonzero())),
+            None => tell(format_args!("failed {}", self.mark)),
+        }
     }
-}
-
-/// The value of [`MARK`] for the children of this process. The helper runs once this returns, so that a child that is
-/// started afterwards has one.
-pub(super) fn mark() -> &'static str {
-    helper();
-    &OWN_MARK
 }
 
 fn helper() -> &'static Mutex<Option<Helper>> {
     HELPER.get_or_init(|| Mutex::new(started()))
 }
 
-fn tell(change: char, group: Pid) {
+fn tell(change: std::fmt::Arguments<'_>) {
     let mut helper = helper().lock();
     let Some(running) = &mut *helper else { return };
-    let group = group.as_raw_nonzero();
-    if let Err(error) = running
-        .pipe
-        .write_all(format!("{change} {group}\n").as_bytes())
-    {
+    // One write: a line must not be cut by the end of this process.
+    if let Err(error) = running.pipe.write_all(format!("{change}\n").as_bytes()) {
         tracing::warn!(target: "everbus::worker", %error, "the helper that kills the children of a dead worker has ended");
         let _ = running.child.wait();
         *helper = None;
@@ -107,7 +122,7 @@ fn started() -> Option<Helper> {
 
 fn start() -> io::Result<Helper> {
     let mut child = Command::new("/bin/sh")
-        .args(["-c", SCRIPT, "everbus-orphans", OWN_MARK.as_str()])
+        .args(["-c", SCRIPT, "everbus-orphans"])
         .env_clear()
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
@@ -118,4 +133,37 @@ fn start() -> io::Result<Helper> {
     let pipe = child.stdin.take();
     let pipe = pipe.ok_or_else(|| io::Error::other("a helper without a pipe"))?;
     Ok(Helper { child, pipe })
+}
+
+#[cfg(test)]
+#[cfg(target_os = "linux")]
+mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+
+    use super::*;
+
+    fn child(mark: Uuid) -> Child {
+        let mut command = Command::new("sleep");
+        let command = command.arg("60").env(MARK, mark.to_string());
+        command.process_group(0).spawn().unwrap()
+    }
+
+    #[test]
+    fn a_child_without_a_name_is_killed_by_its_mark_and_an_ended_one_is_left_alone() {
+        let mut helper = start().unwrap();
+        let marks = [(); 3].map(|()| Uuid::new_v4());
+        let [mut unnamed, mut named, mut ended] = marks.map(child);
+        for (mark, group) in [(marks[1], named.id()), (marks[2], ended.id())] {
+            writeln!(helper.pipe, "starting {mark}\nrunning {mark} {group}").unwrap();
+        }
+        writeln!(helper.pipe, "ended {}\nstarting {}", ended.id(), marks[0]).unwrap();
+        drop(helper.pipe);
+        for killed in [&mut unnamed, &mut named] {
+            assert_eq!(killed.wait().unwrap().signal(), Some(9));
+        }
+        helper.child.wait().unwrap();
+        assert!(ended.try_wait().unwrap().is_none(), "it was left alone");
+        ended.kill().unwrap();
+        ended.wait().unwrap();
+    }
 }

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use super::ChildLimits;
 use super::collect::{Output, OutputKind, Tail};
 use super::exit::{Exit, Process};
+use super::orphans::Watched;
 use super::report::{ReportedActivity, ReportedError};
 use super::status::Memory;
 use crate::events::{Json, Usage};
@@ -129,6 +130,7 @@ struct Order {
 impl Running {
     pub(super) fn start(
         command: &mut Command,
+        watched: Watched,
         limits: ChildLimits,
         kind: OutputKind,
         input: Vec<u8>,
@@ -142,7 +144,7 @@ impl Running {
         let (mut child, apart) = super::descriptor::spawn(command, kind)?;
         let (stdin, stdout, stderr) =
             (child.stdin.take(), child.stdout.take(), child.stderr.take());
-        let process = Process::new(child)?;
+        let process = Process::new(child, watched)?;
         #[cfg(target_os = "linux")]
         if let Some(bytes) = limits.memory {
             limit_memory(process.pid(), bytes)?;

@@ -1,8 +1,12 @@
 //! Children that misbehave: each has a defined end.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use everbus::Bus;
+use everbus_jobs::events::{ErrorCategory, FailureSource, Json, TaskFailed, TaskState};
 use everbus_jobs::worker::child::ChildLimits;
+use everbus_jobs::{NewTask, TaskFilter};
 
 use super::{Stage, types};
 
@@ -62,6 +66,68 @@ async fn a_bad_child_ends_its_task_without_a_retry() {
         assert!(text.contains(error), "{child}: {text}");
         assert!(text.len() < 1000, "{child}: {} bytes", text.len());
     }
+    assert_eq!(stage.dead_letters().await, 0);
+    stage.bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/task-endings: an error of any length ends its task, in every view of its state
+#[tokio::test]
+async fn an_error_of_any_length_ends_its_task() {
+    // A file has an object store beside it, which takes the large parts of events.
+    let dir = Arc::new(tempfile::tempdir().unwrap());
+    let url = format!("sqlite:{}", dir.path().join("events.db").display());
+    let stage = Stage::on(Bus::open(&*url).await.unwrap(), dir);
+    stage.start(stage.worker(ChildLimits::default())).await;
+    let events = stage.run("long-error", "{}").await;
+    assert_eq!(types(&events)[2], "Task Failed");
+    let failed = &events[2].properties;
+    assert_eq!(failed["errorCategory"], "auth");
+    let text = failed["error"].as_str().unwrap();
+    assert!(text.starts_with("xxx"), "{text}");
+    assert!(text.len() < 10_000, "{} bytes", text.len());
+
+    // An event of another worker, which keeps no limit.
+    let id = "req-other".to_owned();
+    let later = stage.jobs.now().plus(Duration::from_secs(3600));
+    let task = NewTask::new("other", Json::empty()).id(&id);
+    let task = NewTask {
+        at: Some(later),
+        ..task
+    };
+    stage.jobs.submit(task).await.unwrap();
+    let other = TaskFailed {
+        request_id: id.clone(),
+        job_id: None,
+        error: "x".repeat(300_000),
+        error_category: ErrorCategory::Auth,
+        retry_count: 1,
+        source: FailureSource::Worker,
+    };
+    let emitter = stage.jobs.emitter(everbus_jobs::Origin::Worker);
+    let other = emitter.event_of_run(&other, None, 1);
+    stage.bus.publish(other).await.unwrap();
+    assert_eq!(stage.state(&id).await, TaskState::Failed);
+    let listed = TaskFilter {
+        state: Some(TaskState::Failed),
+        ..TaskFilter::default()
+    };
+    assert_eq!(stage.jobs.tasks(&listed).await.unwrap().len(), 2);
+    stage.bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/task-endings: an output that no event can hold is a failure of the category programming
+#[tokio::test]
+async fn an_output_that_no_event_can_hold_fails_its_task() {
+    // In memory there is no object store: an event has 1 MiB at most.
+    let stage = Stage::new().await;
+    stage.start(stage.worker(ChildLimits::default())).await;
+    let events = stage.run("large", "{}").await;
+    let failed = events.last().unwrap();
+    assert_eq!(failed.event_type, "Task Failed");
+    assert_eq!(failed.properties["errorCategory"], "programming");
+    assert_eq!(failed.properties["source"], "worker");
+    let text = failed.properties["error"].as_str().unwrap();
+    assert!(text.contains("2000") && text.contains("1048576"), "{text}");
     assert_eq!(stage.dead_letters().await, 0);
     stage.bus.shutdown().await.unwrap();
 }

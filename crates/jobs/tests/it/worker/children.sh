@@ -44,6 +44,17 @@ closes-its-pipes)
   exit 0
   ;;
 segfault) kill -SEGV $$ ;;
+long-error)
+  printf '{"everbus":"error","category":"auth","message":"'
+  head -c 300000 /dev/zero | tr '\0' x
+  echo '"}'
+  exit 1
+  ;;
+large)
+  printf '"'
+  head -c 2000000 /dev/zero | tr '\0' x
+  echo '"'
+  ;;
 killed) kill -KILL $$ ;;
 auth)
   echo '{"everbus":"error","category":"auth","message":"Invalid API key"}'

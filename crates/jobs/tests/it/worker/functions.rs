@@ -40,6 +40,8 @@ async fn a_function_completes_its_task() {
     assert_eq!(completed["output"], json!({"hello": "Ada", "attempt": 1}));
     assert_eq!(completed["usage"]["inputTokens"], 3);
     assert_eq!(events[1].properties["processId"], std::process::id());
+    let history = stage.jobs.task_history("req-greet").await.unwrap();
+    assert_eq!(history[1].event.metadata()[everbus_jobs::ATTEMPT], "1");
     stage.bus.shutdown().await.unwrap();
 }
 
@@ -188,5 +190,97 @@ async fn a_function_beside_a_command_has_the_time_limit_of_functions() {
         .any(async |_: Task| Ok(()));
     let error = both.mount().await.unwrap_err();
     assert_eq!(error.code(), everbus::Code::InvalidSetting);
+    stage.bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/task-lock: a dead letter of an earlier run does not run beside or after the next run; one of the last run runs again
+#[tokio::test]
+async fn a_dead_letter_of_an_earlier_run_is_not_run_again() {
+    let stage = Stage::new().await;
+    let calls = Arc::new(AtomicU32::new(0));
+    let count = calls.clone();
+    let retry = RetryPolicy::default().max_retries(0);
+    let worker = worker(&stage).retry(retry).any(move |_: Task| {
+        let call = count.fetch_add(1, Ordering::SeqCst) + 1;
+        async move {
+            match call {
+                1 | 3 => Err(TaskError::new(ErrorCategory::Network, "no answer")),
+                _ => Ok(json!({ "call": call })),
+            }
+        }
+    });
+    stage.start(worker).await;
+    stage.run("first", "{}").await;
+    stage
+        .until("the dead letter", async || stage.dead_letters().await == 1)
+        .await;
+    let dead = stage.bus.dead_letters().list().await.unwrap().remove(0);
+    assert_eq!(stage.jobs.retry("req-first", false).await.unwrap(), 2);
+    stage
+        .until("the second run completes", async || {
+            stage.state("req-first").await == TaskState::Completed
+        })
+        .await;
+    let all = everbus::DeadLetterFilter::default();
+    stage.bus.dead_letters().retry_all(all).await.unwrap();
+    let settled = async || {
+        let lookup = stage.bus.lookup().unwrap();
+        let states = lookup.states(dead.record.position).await.unwrap();
+        let workers = |state: &everbus::core::GroupState| {
+            state.group.as_str() == everbus_jobs::WORKERS
+                && state.state == everbus::core::EventState::Done
+        };
+        states.iter().any(workers)
+    };
+    stage.until("the letter is settled", settled).await;
+    assert_eq!(calls.load(Ordering::SeqCst), 2, "run 1 did not run again");
+    assert_eq!(stage.state("req-first").await, TaskState::Completed);
+
+    // The letter of the last run is run again when a person asks for it.
+    stage.run("second", "{}").await;
+    stage
+        .until("the dead letter", async || stage.dead_letters().await == 1)
+        .await;
+    let all = everbus::DeadLetterFilter::default();
+    stage.bus.dead_letters().retry_all(all).await.unwrap();
+    stage
+        .until("the task completes", async || {
+            stage.state("req-second").await == TaskState::Completed
+        })
+        .await;
+    assert_eq!(calls.load(Ordering::SeqCst), 4);
+    stage.bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/state-derived: copies of a replay decide no state and start no work
+#[tokio::test]
+async fn copies_of_a_replay_change_nothing() {
+    let stage = Stage::new().await;
+    let calls = Arc::new(AtomicU32::new(0));
+    let count = calls.clone();
+    let worker = worker(&stage).any(move |_: Task| {
+        count.fetch_add(1, Ordering::SeqCst);
+        async { Ok(json!({})) }
+    });
+    stage.start(worker).await;
+    stage.run("copied", "{}").await;
+    for event_type in ["Task Pending", "Task Processing Started", "task.work"] {
+        let copies = stage.bus.replay().types(event_type).publish_copies();
+        copies.await.unwrap();
+    }
+    stage.run("after", "{}").await;
+    let task = stage.jobs.task_status("req-copied").await.unwrap();
+    assert_eq!(task.state, Some(TaskState::Completed), "in the index");
+    assert_eq!(stage.state("req-copied").await, TaskState::Completed);
+    stage
+        .until("the copy of the work is settled", async || {
+            let groups = stage.bus.groups().await.unwrap();
+            let workers = groups
+                .iter()
+                .find(|g| g.name.as_str() == everbus_jobs::WORKERS);
+            workers.is_some_and(|group| group.behind + group.in_flight + group.waiting == 0)
+        })
+        .await;
+    assert_eq!(calls.load(Ordering::SeqCst), 2, "each task ran once");
     stage.bus.shutdown().await.unwrap();
 }
