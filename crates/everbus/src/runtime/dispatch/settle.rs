@@ -158,9 +158,9 @@ impl Runner {
     /// Handles an outcome that the engine refused. Returns the outcome to settle instead, if there is one:
     ///
     /// - The lease was lost: `None`. The event is delivered again.
-    /// - The attempt had failed and publishes events: the same verdict without the events.
-    /// - The attempt had succeeded, with events or an effect: these made the engine refuse, so the attempt
-    ///   has failed. Its handler's retry policy gives the new verdict.
+    /// - The verdict is not an ack and publishes events: the same verdict without the events.
+    /// - The attempt has events or an effect: these made the engine refuse, so the attempt has failed. The
+    ///   retry policy of the handler gives the new verdict.
     /// - Otherwise: `None`. The event is delivered again when its lease ends.
     fn refused(&self, finished: &Finished, error: &Error) -> Option<Finished> {
         let (group, seq) = (&self.group, finished.settlement.lease.position());
