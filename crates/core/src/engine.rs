@@ -1,4 +1,9 @@
-//! An open engine: the broker and its optional abilities. A new engine begins with [`Broker`].
+//! An open engine: the broker and its optional abilities.
+//!
+//! A new engine is a crate that implements [`Broker`] (`broker.rs`, with `config.rs`, `declare.rs`, `append.rs`,
+//! `consumer.rs`, `settle.rs` and `inspect.rs`), has a file for each further trait, and returns an [`Engine`] from
+//! `open` in `lib.rs`; the section "The files of an engine" in `docs/architecture.md` lists all files. Its URL is
+//! registered in `everbus/src/open/engines.rs`.
 
 use std::fmt;
 use std::path::PathBuf;

@@ -1,4 +1,15 @@
-//! Consumer groups: their names, start positions and subscriptions.
+//! Consumer groups: their names, where they start, and their subscriptions.
+//!
+//! Each engine moves the cursor of a group in its own way:
+//!
+//! | engine | where |
+//! |---|---|
+//! | memory | `memory/src/groups.rs`: `pass`, `advance_to` |
+//! | SQLite | `sqlite/src/deliveries/advance.rs`: `hand_out` |
+//! | PostgreSQL | `postgres/src/sql/claim.sql`: `everbus.claim_new`, and `postgres/src/claim/fresh.rs` |
+//! | Kafka | `kafka/src/board/commit.rs`: the floor of `Progress` is the committed offset; `kafka/src/member/commit.rs` commits it |
+//! | Redis | `redis/src/scripts/claim.lua`: `XREADGROUP` |
+//! | NATS | the server, for each pull request of `nats/src/consumer.rs` |
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -5,6 +5,9 @@
 //! Engines with a single log (SQLite, memory) use [`Shard::ONLY`]; their positions are written as plain
 //! numbers.
 //!
+//! The two words are kept apart: an event has a *position*; a group or a reader has a *cursor*. Where the "position
+//! of a group" is meant ([`GroupInfo::position`](crate::GroupInfo::position)), it is the cursor of the group.
+//!
 //! ```
 //! use everbus_core::{Cursor, Position, Shard};
 //!
