@@ -48,10 +48,9 @@ const MAX_WAKING: usize = 2;
 
 /// The deliveries of a group, from the fetch to the settlement.
 ///
-/// A delivery goes waiting → running → done → sending. Two ways leave this order:
-/// [`release`](Self::release) and [`release_waiting`](Self::release_waiting) leave out running, and
-/// [`send_again`](Self::send_again) goes back from sending to done. Every step happens under the lock, so
-/// [`held`](Self::held) always sees each delivery that is in the queue.
+/// A delivery goes waiting → running → done → sending, with two exceptions: a delivery that is released
+/// never runs, and [`send_again`](Self::send_again) goes back from sending to done. Every step happens under
+/// the lock, so [`held`](Self::held) always sees each delivery that is in the queue.
 pub(super) struct Queue {
     state: Mutex<State>,
     /// One permit wakes one idle worker. A count, because two wake-ups must not become one.
