@@ -26,7 +26,7 @@ pub enum FailureKind {
     Decode,
     /// No process had a handler for the event for too long.
     NoHandler,
-    /// The payload has a version that no handler here reads.
+    /// The payload has a version that no handler of this process reads.
     Version,
     /// The payload does not match its schema.
     Schema,

@@ -277,7 +277,7 @@ impl Registry {
         true
     }
 
-    /// Logs consumers of the configuration file without a handler here: another process may have the
+    /// Logs consumers of the configuration file without a handler in this bus: another process may have the
     /// handler, or the name is a typing error.
     fn report_unused_consumers(&self, shared: &Shared) {
         let subscriptions = self.groups.iter().flat_map(|(name, group)| {
