@@ -1,8 +1,8 @@
 //! Optional abilities of engines, for engines with random access to their log or with knowledge of every
 //! group: one small trait for each ability.
 //!
-//! An [`Engine`](crate::Engine) has a field for each. If one is missing, the runtime works without it if
-//! possible, and otherwise returns [`Code::Unsupported`](crate::Code::Unsupported).
+//! An [`Engine`](crate::Engine) has a field for each ability. If an ability is missing, the runtime works without
+//! it where possible, and otherwise returns [`Code::Unsupported`](crate::Code::Unsupported).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,10 +27,10 @@ pub trait Settled: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<SettledOutcome>>;
 }
 
-/// The result of an event in all groups together.
+/// How an event ended in all groups together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SettledOutcome {
-    /// The groups in which it became a dead letter.
+    /// The groups in which the event became a dead letter.
     pub dead_lettered: Vec<GroupName>,
 }
 
@@ -44,10 +44,10 @@ pub trait Lookup: Send + Sync + 'static {
     fn states(&self, position: Position) -> BoxFuture<'_, Result<Vec<GroupState>>>;
 }
 
-/// Delivers events of the log to a group once more, beside its normal work: its position does not move. If
-/// an engine cannot do this, the runtime appends a copy that is addressed to the group.
+/// Delivers events of the log to a group once more, beside its normal work: the cursor of the group does not move.
+/// If an engine cannot do this, the runtime appends a copy that is addressed to the group.
 pub trait Redeliver: Send + Sync + 'static {
-    /// One answer per position, in order, once durable. These deliveries are marked
+    /// Queues these events for the group; one answer per position, in order, once durable. The deliveries are marked
     /// [`Delivery::retried`](crate::Delivery::retried) and begin with a fresh set of attempts; in an
     /// ordered group they are ordered among the events of their key. The subscriptions of the group need
     /// not match. [`Code::GroupNotFound`](crate::Code::GroupNotFound) if there is no such group.
@@ -71,8 +71,8 @@ pub trait Redeliver: Send + Sync + 'static {
 pub enum Redelivery {
     /// The event waits for the group.
     Queued,
-    /// The group has not finished the event: it is after the group's position, in flight, waiting, or an
-    /// open dead letter. Nothing changes.
+    /// The group has not finished the event: it is after the group's cursor, in flight, waiting, or an open dead
+    /// letter. Nothing changes.
     Owed,
     /// The event does not exist any more.
     Gone,
@@ -84,11 +84,11 @@ pub trait Depth: Send + Sync + 'static {
     /// `limit`. Zero if no group is subscribed.
     fn depth(&self, stream: Pattern, limit: u64) -> BoxFuture<'_, Result<u64>>;
 
-    /// Skips, in every group, the oldest waiting events that match, until at most `keep` are pending;
-    /// events in flight are left alone. Each is recorded as skipped with the reason [`DROPPED`]. Returns
-    /// how many events were skipped in at least one group.
+    /// Skips, in every group, the oldest matching events that are not in flight, until at most `keep` are pending.
+    /// Each is recorded as skipped with the reason [`DROPPED`]. Returns how many events were skipped in at least one
+    /// group.
     fn drop_oldest(&self, stream: Pattern, keep: u64) -> BoxFuture<'_, Result<u64>>;
 }
 
-/// The reason of an event that [`Depth::drop_oldest`] dropped.
+/// Why a group skipped an event that [`Depth::drop_oldest`] dropped.
 pub const DROPPED: &str = "dropped: the stream was full";

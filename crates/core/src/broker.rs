@@ -42,16 +42,16 @@ pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 /// - An attempt is counted durably before the delivery is handed out.
 /// - A settlement applies only while its lease is held ([`Code::LeaseLost`](crate::Code::LeaseLost)
 ///   otherwise), where [`Capabilities::fencing`] says so.
-/// - No future here loses anything when it is dropped.
+/// - Every future is cancel safe: dropping it loses no event.
 pub trait Broker: Send + Sync + 'static {
     /// The capabilities of this engine.
     fn capabilities(&self) -> Capabilities;
 
-    /// Creates or updates the streams as declared: with their limits, shards and copies, each with its
-    /// dialect on the wire. Durable on return; declaring again is harmless and applies changes. The runtime
-    /// calls it before any other operation of a bus.
+    /// Creates or updates the streams as declared: with their limits, shards and copies, and the dialect of their
+    /// events on the wire. Durable on return; declaring again is harmless and applies changes. The runtime calls
+    /// this before any other operation of a bus.
     ///
-    /// The default does nothing: for an engine with one log, where streams are a table above the log.
+    /// The default does nothing. It is for an engine with one log, where streams are only a table above the log.
     fn declare_streams(&self, streams: Streams) -> BoxFuture<'_, Result<()>> {
         drop(streams);
         Box::pin(std::future::ready(Ok(())))
@@ -67,13 +67,14 @@ pub trait Broker: Send + Sync + 'static {
     /// group matches, are skipped with the reason [`UNSUBSCRIBED`](crate::UNSUBSCRIBED).
     fn retract(&self, subscription: EventId) -> BoxFuture<'_, Result<()>>;
 
-    /// Deletes a group with its position, deliveries and dead letters.
+    /// Deletes a group with its cursor, deliveries and dead letters.
     fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>>;
 
     /// Appends events; one answer per event, in order, once they are durable.
     ///
-    /// An event whose id is known with the same body gets its first answer again ([`Appended::duplicate`]);
-    /// with another body it is [`Code::IdReused`](crate::Code::IdReused). With
+    /// An event that is stored already, with the same id and body, gets its first answer again
+    /// ([`Appended::duplicate`]). If the stored event has another body, the answer is
+    /// [`Code::IdReused`](crate::Code::IdReused). With
     /// [`Capabilities::atomic_batch`] either all events of the batch are stored or none, and the first
     /// error is the answer for all.
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>>;
@@ -94,10 +95,10 @@ pub trait Broker: Send + Sync + 'static {
     /// The state of every group.
     fn inspect(&self) -> BoxFuture<'_, Result<Vec<GroupInfo>>>;
 
-    /// Whether the server answers: [`Code::Unavailable`](crate::Code::Unavailable) if it does not. It may take as
-    /// long as any other call.
+    /// Checks that the server answers; fails with [`Code::Unavailable`](crate::Code::Unavailable) if it does not. This
+    /// may take as long as any other call.
     ///
-    /// The default says yes: for an engine without a server.
+    /// The default succeeds. It is for an engine without a server.
     fn ping(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }
@@ -110,23 +111,22 @@ pub trait Broker: Send + Sync + 'static {
 pub trait Consumer: Send {
     /// Waits for deliveries and returns between 1 and `max` of them, oldest first.
     ///
-    /// Dropping the future loses nothing: events that were claimed meanwhile come with the next call. After
-    /// the engine is closed it returns [`Code::EventBusShutdownError`](crate::Code::EventBusShutdownError).
+    /// Cancel safe: if the future is dropped, the next call returns the events that were claimed meanwhile. After the
+    /// engine is closed, fails with [`Code::EventBusShutdownError`](crate::Code::EventBusShutdownError).
     fn fetch(&mut self, max: usize) -> BoxFuture<'_, Result<Vec<Delivery>>>;
 
     /// Replaces the patterns that this process has handlers for. The consumer stays in its group.
     fn set_handled(&mut self, handled: Vec<Pattern>);
 
-    /// Stops claiming without leaving the group: until [`resume`](Self::resume), `fetch` waits. Events that
-    /// were claimed and not fetched are given back without counting an attempt; fetched deliveries stay
-    /// valid.
+    /// Stops claiming without leaving the group: until [`resume`](Self::resume), `fetch` waits. Releases events that
+    /// were claimed and not fetched, without counting an attempt. Fetched deliveries stay valid.
     fn pause(&mut self) -> BoxFuture<'_, Result<()>>;
 
-    /// Claims again, with at most `prefetch` deliveries claimed and not settled. Also changes the
-    /// prefetch of a consumer that is not paused; deliveries beyond the new number stay valid.
+    /// Claims again, with at most `prefetch` deliveries claimed and not settled. Also changes the prefetch of a
+    /// consumer that is not paused; deliveries beyond the new number stay valid. Zero pauses the consumer.
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>>;
 
-    /// Gives back events that were claimed and not fetched. Fetched deliveries stay valid.
+    /// Releases events that were claimed and not fetched, and leaves the group. Fetched deliveries stay valid.
     fn close(self: Box<Self>) -> BoxFuture<'static, Result<()>>;
 }
 
@@ -136,10 +136,9 @@ pub trait Consumer: Send {
 pub struct ConsumeOptions {
     /// At most this many deliveries of this consumer are claimed and not settled.
     pub prefetch: usize,
-    /// How many deliveries this consumer runs at once. An engine with exact attempts hands out about this
-    /// many unsettled ones at a time, and more only while they are settled quickly ([`Window`]): the other
-    /// claimed events have not begun, and count no attempt after a crash. `None`: every claimed event may
-    /// begin.
+    /// How many deliveries this consumer runs at once. An engine with exact attempts lets about this many unsettled
+    /// deliveries begin, and more only while they are settled quickly ([`Window`]). The other claimed events have
+    /// not begun, and count no attempt after a crash. `None`: every claimed event may begin.
     ///
     /// [`Window`]: crate::Window
     pub concurrency: Option<usize>,
@@ -154,8 +153,8 @@ pub struct ConsumeOptions {
     /// this long, with a failure of kind [`NoHandler`](crate::FailureKind::NoHandler). An engine that cannot do this
     /// keeps the event.
     pub hand_out_unhandled: Option<Duration>,
-    /// First deliveries come in the order of receipt over all shards, where the engine has the same clock for all
-    /// of them. For bridges: the events of a key may have several types.
+    /// Whether first deliveries come in the order of receipt over all shards, if the engine has one clock for all of
+    /// them. For bridges: events of one key may have several types, and so be in several shards.
     pub merged: bool,
 }
 
@@ -182,7 +181,7 @@ impl ConsumeOptions {
         }
     }
 
-    /// At most this many deliveries are claimed and not settled.
+    /// Sets how many deliveries may be claimed and not settled.
     #[must_use]
     pub fn prefetch(mut self, prefetch: usize) -> Self {
         self.prefetch = prefetch;
@@ -196,7 +195,7 @@ impl ConsumeOptions {
         self
     }
 
-    /// How long a lease lasts unless it is extended.
+    /// Sets how long a lease lasts unless it is extended.
     #[must_use]
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = lease;
@@ -228,12 +227,12 @@ pub struct Appended {
     pub position: Position,
     /// When the engine received it.
     pub received_at: Timestamp,
-    /// Whether it was stored before.
+    /// Whether the event was stored before, by an earlier append.
     pub duplicate: bool,
 }
 
 impl Appended {
-    /// A new event that was stored.
+    /// The answer for a new event.
     pub const fn new(id: EventId, position: Position, received_at: Timestamp) -> Self {
         Self {
             id,
@@ -243,7 +242,7 @@ impl Appended {
         }
     }
 
-    /// Marks it as a duplicate: this is the answer to its first append.
+    /// Marks the answer as that of a duplicate: it repeats the answer to the first append.
     #[must_use]
     pub const fn as_duplicate(mut self) -> Self {
         self.duplicate = true;
@@ -257,16 +256,16 @@ impl Appended {
 pub struct Delivery {
     /// The event and its position in the log.
     pub record: Arc<Recorded>,
-    /// The attempt number, from 1. It is one higher than that of the last failure, unless a release came
-    /// between.
+    /// The attempt number, from 1.
     pub attempt: u32,
     /// The failed attempts so far, in order.
     pub failures: Vec<Failure>,
-    /// The event was retried from the dead letters or is replayed: it must be handled, however old it is.
+    /// Whether the event was retried from the dead letters or is replayed. If so, it must be handled however old it
+    /// is.
     pub retried: bool,
-    /// The right to settle it.
+    /// The right to settle the delivery.
     pub lease: Lease,
-    /// How long the lease had lasted when it was handed out.
+    /// How long the lease had lasted when the delivery was handed out.
     pub held_for: Duration,
 }
 
@@ -291,7 +290,7 @@ impl Delivery {
         self
     }
 
-    /// Sets whether it was retried from the dead letters or is replayed.
+    /// Sets whether the event was retried from the dead letters or is replayed.
     #[must_use]
     pub fn retried(mut self, retried: bool) -> Self {
         self.retried = retried;
@@ -306,7 +305,7 @@ impl Delivery {
     }
 }
 
-/// The right to settle one delivery, until it ends. Only the engine that made it knows its content.
+/// The right to settle one delivery, until the lease ends. Only the engine that made the lease knows its content.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Lease {
     position: Position,
@@ -359,12 +358,12 @@ pub struct Settlement {
     /// Events to append in the same step as the verdict, if the engine can do both at once
     /// ([`Capabilities::atomic_follow_ups`]); before the verdict otherwise.
     pub follow_ups: Vec<Event>,
-    /// With [`Verdict::Ack`]: writes the event into the group's inbox in the same step. If the inbox has it
-    /// already, the event is acked and neither the effect nor the follow-ups happen again.
+    /// Whether an [`Verdict::Ack`] writes the event into the group's inbox in the same step. If the inbox has the event
+    /// already, the event is acked, and neither the effect nor the follow-ups happen again.
     pub inbox: bool,
-    /// With [`Verdict::Ack`]: runs inside the same transaction. If it fails, nothing of the settlement is
-    /// applied, the answer is [`Code::EffectFailed`](crate::Code::EffectFailed) with its error as the
-    /// cause, and the lease is still held. [`Code::Unsupported`](crate::Code::Unsupported) if
+    /// With [`Verdict::Ack`]: an effect that runs inside the same transaction. If the effect fails, nothing of the
+    /// settlement is applied, the answer is [`Code::EffectFailed`](crate::Code::EffectFailed) with the error of the
+    /// effect as the cause, and the lease is still held. [`Code::Unsupported`](crate::Code::Unsupported) if
     /// [`Capabilities::transaction`] names another engine.
     pub effect: Option<Effect>,
     /// With [`Verdict::Ack`] and [`Verdict::Skip`] of an event that had failed before: the final attempt,
@@ -408,9 +407,9 @@ pub enum Verdict {
         /// The last failure; `None` if the recorded failures are enough.
         failure: Option<Failure>,
     },
-    /// Given back without counting an attempt: shutdown, no handler here, an open circuit breaker.
+    /// Released without counting an attempt: a shutdown, no handler in this process, an open circuit breaker.
     Release {
-        /// Not to be delivered again before this long.
+        /// The event is not delivered again before this time has passed.
         after: Duration,
     },
 }
@@ -419,7 +418,7 @@ pub enum Verdict {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Deduplication {
-    /// Not at all: the consumer's inbox must recognise it.
+    /// Not at all: the inbox of the consumer must recognise the repetition.
     None,
     /// For this long.
     Window(Duration),
@@ -445,31 +444,31 @@ pub struct Capabilities {
     pub engine: &'static str,
     /// The durability of an acknowledged event.
     pub durability: Durability,
-    /// A batch is stored as a whole or not at all.
+    /// Whether a batch is stored as a whole or not at all.
     pub atomic_batch: bool,
-    /// Verdict and follow-up events are one step.
+    /// Whether the verdict and its follow-up events are one step.
     pub atomic_follow_ups: bool,
-    /// Dead-lettering and ack are one step.
+    /// Whether the dead letter and the ack are one step.
     pub atomic_dead_letter: bool,
-    /// The engine itself waits before a retry; otherwise the runtime holds the event.
+    /// Whether the engine itself waits before a retry. If not, the runtime holds the event.
     pub native_delay: bool,
-    /// A settlement with a lost lease is refused (fencing token).
+    /// Whether a settlement with a lost lease is refused (fencing token).
     pub fencing: bool,
-    /// Attempts are exact; otherwise deliveries are counted, and a crash may count one more.
+    /// Whether attempts are exact. If not, deliveries are counted, and a crash may count one more.
     pub exact_attempts: bool,
     /// How long a repeated id is recognised.
     pub deduplication: Deduplication,
     /// The order in which a group gets its events.
     pub order: OrderScope,
-    /// The server removes events by their age, also those that a group has not got. The lag of such a stream
-    /// says how old its events get ([`StreamLag::max_age`](crate::StreamLag::max_age)).
+    /// Whether the server removes events by their age, also events that a group has not received. The lag of such a
+    /// stream says at which age ([`StreamLag::max_age`](crate::StreamLag::max_age)).
     pub drops_by_age: bool,
-    /// The engine in whose transactions an [`Effect`] runs, if it runs any.
+    /// The engine in whose transactions an [`Effect`] runs; `None` if effects are not supported.
     pub transaction: Option<&'static str>,
 }
 
 impl Capabilities {
-    /// The capabilities of an engine with only the required operations; add what it offers besides.
+    /// The capabilities of an engine with only the required operations. Add what the engine offers in addition.
     ///
     /// ```
     /// use std::time::Duration;
@@ -496,7 +495,7 @@ impl Capabilities {
         }
     }
 
-    /// The capabilities of an engine with everything but transactions with other data.
+    /// The capabilities of an engine that offers everything except transactions with other data.
     pub const fn full(engine: &'static str, durability: Durability) -> Self {
         Self::new(engine, durability)
             .atomic_batch(true)

@@ -38,6 +38,6 @@ pub trait Checkpoints: Send + Sync + 'static {
     /// The checkpoints with this prefix, by name.
     fn load(&self, prefix: String) -> BoxFuture<'_, Result<Vec<Checkpoint>>>;
 
-    /// Removes a checkpoint. Returns whether there was one.
+    /// Removes a checkpoint. Returns whether it existed.
     fn remove(&self, name: String) -> BoxFuture<'_, Result<bool>>;
 }

@@ -32,21 +32,23 @@ pub struct ClockDoubt {
 }
 
 impl ClockRecord {
-    /// A clock this far ahead of the last check has jumped, or no check ran for this long.
+    /// If the clock is more than this ahead of the last check, it is in doubt: it has jumped, or no check ran for this
+    /// long.
     pub const LEAP: Duration = Duration::from_secs(3 * 24 * 3600);
     /// A clock in doubt is trusted again after it has run evenly for this long.
     pub const PROOF: Duration = Duration::from_secs(24 * 3600);
-    /// Two checks prove at most this much: a running bus checks every hour.
+    /// The time between two checks counts as even for at most this long. A running bus checks every hour.
     const STEP: Duration = Duration::from_secs(2 * 3600);
 
-    /// The record after another check. The first check is compared with the newest event, if there is one.
+    /// Returns the record after another check. Without an earlier check, the clock is compared with the newest event,
+    /// if there is one.
     #[must_use]
     pub fn look(known: Option<Self>, newest: Option<Timestamp>, now: Timestamp) -> Self {
         let first = || Self::certain(newest.unwrap_or(now));
         let Self { seen, doubt } = known.unwrap_or_else(first);
         let step = now.since(seen);
         let doubt = if now < seen {
-            // Set back: if the clock is where it was before the jump, the doubt is over.
+            // The clock was set back. If it is back to about where it was before the jump, the doubt is over.
             doubt.filter(|doubt| now > doubt.before.plus(Self::LEAP))
         } else if step > Self::LEAP {
             let before = doubt.map_or(seen, |doubt| doubt.before);
@@ -76,7 +78,7 @@ impl ClockRecord {
 }
 
 impl ClockDoubt {
-    /// How much longer it has to run evenly.
+    /// How much longer the clock must run evenly to be trusted again.
     pub fn left(&self) -> Duration {
         ClockRecord::PROOF.saturating_sub(self.even_for)
     }

@@ -155,7 +155,7 @@ impl Death {
         }
     }
 
-    /// The same, after a retry: the attempts and failures from before it come first.
+    /// Adds the attempts and failures from before a retry.
     #[must_use]
     pub fn after(self, attempts: u32, failures: Vec<Failure>) -> Self {
         Self {
@@ -166,7 +166,7 @@ impl Death {
     }
 }
 
-/// The handler that failed last, if one ran.
+/// The handler that failed last, if a handler ran.
 pub fn last_handler(failures: &[Failure]) -> Option<&str> {
     failures.iter().rev().find_map(|f| f.handler.as_deref())
 }
@@ -176,7 +176,7 @@ pub fn last_handler(failures: &[Failure]) -> Option<&str> {
 pub struct DeadLetter {
     /// The group that failed.
     pub group: GroupName,
-    /// The handler that failed last, where one ran.
+    /// The handler that failed last, if a handler ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub handler: Option<String>,
     /// All attempts, those before an earlier retry included.
@@ -236,7 +236,7 @@ impl DeadLetter {
             .build()
     }
 
-    /// Whether it was neither retried nor replaced since its final failure.
+    /// Whether the dead letter is open: neither retried nor replaced since its final failure.
     pub const fn is_open(&self) -> bool {
         self.retried_at.is_none()
     }
@@ -290,7 +290,7 @@ pub struct DeadLetterFilter {
 }
 
 impl DeadLetterFilter {
-    /// Whether the filter selects a dead letter, if that is open.
+    /// Whether the filter selects a dead letter. Does not check whether the dead letter is open.
     pub fn matches(&self, letter: &DeadLetter) -> bool {
         fn fits<T>(wanted: Option<&T>, test: impl FnOnce(&T) -> bool) -> bool {
             wanted.is_none_or(test)
@@ -412,7 +412,7 @@ pub trait DeadLetters: Send + Sync + 'static {
         page: PageRequest,
     ) -> BoxFuture<'_, Result<DeadLetterPage>>;
 
-    /// How many open dead letters there are.
+    /// The number of open dead letters that match.
     fn count(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>>;
 
     /// Counts the open dead letters by group, type and error, the most frequent first, at most `limit`
@@ -433,9 +433,9 @@ pub trait DeadLetters: Send + Sync + 'static {
     /// ones now wait.
     fn retry(&self, filter: DeadLetterFilter) -> BoxFuture<'_, Result<u64>>;
 
-    /// As [`retry`](Self::retry), for at most `limit` of them, oldest event first, for retries at a limited
-    /// rate that keep the order of keys. Set [`died_until`](DeadLetterFilter::died_until) in the filter;
-    /// otherwise events that fail again are retried for ever.
+    /// Like [`retry`](Self::retry), for at most `limit` dead letters, oldest event first: for retries at a limited
+    /// rate that keep the order of keys. Set [`died_until`](DeadLetterFilter::died_until) in the filter; otherwise
+    /// events that fail again are retried for ever.
     fn retry_some(&self, filter: DeadLetterFilter, limit: usize) -> BoxFuture<'_, Result<u64>> {
         let _ = (filter, limit);
         Box::pin(std::future::ready(Err(cannot(
@@ -443,11 +443,11 @@ pub trait DeadLetters: Send + Sync + 'static {
         ))))
     }
 
-    /// Publishes a corrected event instead of a dead letter, for the group that failed and no other, in one
-    /// step: it is [addressed](Event::addressed_to) to that group, replacing any earlier address. It is
-    /// appended at the end of the log, and the group gets it in order; if the group no longer subscribes to
-    /// its type, it gets it at once. The dead letter is kept, is no longer open, and names the corrected
-    /// event; [`DeadLetter::corrected`] makes it from the original.
+    /// Replaces a dead letter by a corrected event, in one step. The corrected event is
+    /// [addressed](Event::addressed_to) to the group that failed, and replaces any earlier address, so no other group
+    /// gets it. It is appended at the end of the log, and the group gets it in order; if the group no longer
+    /// subscribes to its type, the group gets it at once. The dead letter is kept, is no longer open, and names the
+    /// corrected event. [`DeadLetter::corrected`] makes the corrected event from the original.
     ///
     /// [`Code::NotFound`] if the dead letter is not open, [`Code::IdReused`] if there is an event with
     /// that id, [`Code::InvalidAttribute`] if it has another type or tenant than the original
@@ -462,8 +462,9 @@ pub trait DeadLetters: Send + Sync + 'static {
         Box::pin(std::future::ready(Err(cannot("replacing a dead letter"))))
     }
 
-    /// Deletes dead letters up to and including `cutoff`, and their events if no other group needs them. If
-    /// another group does, the failed group has skipped the event with the reason [`LETTER_PURGED`].
+    /// Deletes open dead letters up to and including `cutoff`, and their events if no other group needs them. If
+    /// another group needs the event, the failed group counts as having skipped it, with the reason
+    /// [`LETTER_PURGED`].
     fn purge(
         &self,
         cutoff: Timestamp,
@@ -475,7 +476,7 @@ pub trait DeadLetters: Send + Sync + 'static {
 /// The result of a purge.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Purged {
-    /// How many dead letters.
+    /// How many dead letters were deleted.
     pub dead_letters: u64,
     /// How many events were removed with them, because no other group needed them.
     pub events: u64,

@@ -18,8 +18,8 @@ type Run = dyn Fn(&dyn Any) -> EffectResult + Send + Sync;
 
 /// Work for the engine's own transaction.
 ///
-/// It may run more than once: after a rollback it runs again. Only the committed run counts, so it must
-/// have no effects outside the transaction.
+/// An effect may run more than once: after a rollback it runs again. Only the committed run counts, so an effect must
+/// change nothing outside the transaction.
 #[derive(Clone)]
 pub struct Effect {
     engine: &'static str,

@@ -1,4 +1,9 @@
-//! An open engine: the broker and its optional abilities. A new engine begins with [`Broker`].
+//! An open engine: the broker and its optional abilities.
+//!
+//! A new engine is a crate that implements [`Broker`] (`broker.rs`, with `config.rs`, `declare.rs`, `append.rs`,
+//! `consumer.rs`, `settle.rs` and `inspect.rs`), has a file for each further trait, and returns an [`Engine`] from
+//! `open` in `lib.rs`; the section "The files of an engine" in `docs/architecture.md` lists all files. Its URL is
+//! registered in `everbus/src/open/engines.rs`.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -23,7 +28,7 @@ use crate::store::Store;
 
 /// An open engine. All code above the engines uses this and never asks which engine it is.
 ///
-/// Every engine moves events. An ability that it lacks is `None`, and the method of the same name returns
+/// Every engine moves events. An ability that an engine lacks is `None`, and the method of the same name returns
 /// [`Code::Unsupported`].
 #[derive(Clone)]
 pub struct Engine {
@@ -45,7 +50,7 @@ pub struct Engine {
     pub store: Option<Arc<dyn Store>>,
     /// Work that runs as long as a bus runs on this engine.
     pub background: Option<Arc<dyn Background>>,
-    /// Maintains the file, if there is one.
+    /// Maintains the storage: retention, checks, backups.
     pub maintenance: Option<Arc<dyn Maintenance>>,
     /// Records which events each group has handled.
     pub inbox: Option<Arc<dyn Inbox>>,
@@ -57,7 +62,7 @@ pub struct Engine {
     pub audit: Option<Arc<dyn Audit>>,
     /// Stores checkpoints of long operations.
     pub checkpoints: Option<Arc<dyn Checkpoints>>,
-    /// Keeps values by key.
+    /// The key-value store.
     pub kv: Option<Arc<dyn KeyValue>>,
     /// The outbox in the engine's own database, if it has one.
     pub outbox: Option<Arc<dyn OutboxSource>>,
@@ -151,7 +156,7 @@ impl Engine {
             .ok_or_else(|| self.unsupported("a store for events that another engine moves"))
     }
 
-    /// The maintenance of the file, or [`Code::Unsupported`].
+    /// The maintenance of the storage, or [`Code::Unsupported`].
     pub fn maintenance(&self) -> Result<&dyn Maintenance> {
         self.maintenance
             .as_deref()
@@ -191,7 +196,7 @@ impl Engine {
             .ok_or_else(|| self.beside("checkpoints"))
     }
 
-    /// The values by key, or [`Code::Unsupported`].
+    /// The key-value store, or [`Code::Unsupported`].
     pub fn kv(&self) -> Result<Arc<dyn KeyValue>> {
         self.kv.clone().ok_or_else(|| self.beside("values by key"))
     }
@@ -211,7 +216,7 @@ impl Engine {
             .ok_or_else(|| self.beside("a list of objects without their events"))
     }
 
-    /// The error for an ability that a store beside this engine adds.
+    /// The error for a missing ability that a store beside this engine would add.
     fn beside(&self, what: &str) -> Error {
         self.unsupported(what)
             .hint("name a store beside it, such as --store sqlite:history.db")
@@ -228,7 +233,7 @@ impl Engine {
 
 /// Work that an engine needs done while a bus runs on it, such as copying events into a store.
 pub trait Background: Send + Sync + 'static {
-    /// Ends once the engine is closed.
+    /// Runs the work. The future ends when the engine is closed.
     fn run(&self) -> BoxFuture<'static, ()>;
 }
 

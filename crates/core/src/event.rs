@@ -43,7 +43,7 @@ pub struct Event {
     // Most events have no attributes: one pointer instead of four hundred bytes. Shared, because an event is cloned on
     // its way from a handler to the log.
     attributes: Option<Arc<Attributes>>,
-    // The id was generated, not given by the publisher. Not stored.
+    // Whether the id was generated and not given by the publisher. Not stored.
     made_id: bool,
 }
 
@@ -115,10 +115,10 @@ pub struct Attributes {
     /// group.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<Timestamp>,
-    /// No group gets it before this time; it is in the log at once.
+    /// No group gets the event before this time. It is in the log at once.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub not_before: Option<Timestamp>,
-    /// The one group that the event is for, as stored: empty for the unnamed group. All others skip it.
+    /// The only group that gets the event, as stored: empty for the unnamed group. All other groups skip the event.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
     /// Where the large part of the payload is, if it is in an object store.
@@ -151,7 +151,7 @@ impl Attributes {
         bridged: Vec::new(),
     };
 
-    /// Every text of the attributes with the name of its attribute, keys of the metadata too.
+    /// Every text of the attributes, with the name of its attribute. Includes the keys of the metadata.
     pub fn texts(&self) -> impl Iterator<Item = (&'static str, &str)> {
         let entity = self.entity.as_ref();
         let trace = self.trace.as_ref();
@@ -372,8 +372,8 @@ impl Event {
         self
     }
 
-    /// The event with the large part of its payload in an object and this smaller payload instead. The
-    /// caller has put the object, durably, before the event is appended.
+    /// Replaces the payload by a smaller one; the large part is in an object. The caller makes the object durable
+    /// before it appends the event.
     #[must_use]
     pub fn with_overflow(mut self, payload: Bytes, overflow: Overflow) -> Self {
         self.payload = payload;
@@ -496,8 +496,8 @@ impl Event {
         }
     }
 
-    /// The key under which an effect of this event is done once: the same in every attempt, for a
-    /// correction (`dlq edit`), and for a copy (`replay`), although these have different ids.
+    /// The key with which a handler makes sure that an effect of this event happens once. It is the same in every
+    /// attempt, for a correction (`dlq edit`) and for a copy (`replay`), although these have different ids.
     ///
     /// It is the metadata [`IDEMPOTENCY_KEY`], which corrections and copies inherit and a publisher may
     /// set, or else the id.

@@ -26,7 +26,7 @@ pub enum FailureKind {
     Decode,
     /// No process had a handler for the event for too long.
     NoHandler,
-    /// The payload has a version that no handler here reads.
+    /// The payload has a version that no handler of this process reads.
     Version,
     /// The payload does not match its schema.
     Schema,
@@ -37,8 +37,9 @@ pub enum FailureKind {
 }
 
 impl FailureKind {
-    /// Whether an attempt was made: not for a rejection by an open circuit breaker, and not for damaged
-    /// data that reached no handler.
+    /// Whether a delivery that ended with this failure counts as an attempt. Not for a rejection by an open circuit
+    /// breaker, and not for damaged data: a delivery was counted, but no handler ran. True for
+    /// [`NoHandler`](Self::NoHandler): such an event was not handed out, so no attempt was counted.
     pub const fn is_attempt(self) -> bool {
         !matches!(self, Self::Rejected | Self::Corrupt)
     }
@@ -131,7 +132,7 @@ pub struct Ended {
     pub ran: Ran,
 }
 
-/// Why an ephemeral group skips an event that failed for good: it has no dead letters.
+/// The reason with which an ephemeral group, which has no dead letters, skips an event that failed for good.
 pub fn given_up(last: Option<&Failure>) -> String {
     match last {
         Some(failure) => format!("given up: {}", cut_at(&failure.error, 1000)),
@@ -139,7 +140,7 @@ pub fn given_up(last: Option<&Failure>) -> String {
     }
 }
 
-/// Engines keep microseconds.
+/// Cuts a duration to whole microseconds, which is what engines keep.
 fn whole_micros(took: Duration) -> Duration {
     Duration::from_micros(u64::try_from(took.as_micros()).unwrap_or(u64::MAX))
 }

@@ -1,4 +1,15 @@
-//! Consumer groups: their names, start positions and subscriptions.
+//! Consumer groups: their names, where they start, and their subscriptions.
+//!
+//! Each engine moves the cursor of a group in its own way:
+//!
+//! | engine | where |
+//! |---|---|
+//! | memory | `memory/src/groups.rs`: `pass`, `advance_to` |
+//! | SQLite | `sqlite/src/deliveries/advance.rs`: `hand_out` |
+//! | PostgreSQL | `postgres/src/sql/claim.sql`: `everbus.claim_new`, and `postgres/src/claim/fresh.rs` |
+//! | Kafka | `kafka/src/board/commit.rs`: the floor of `Progress` is the committed offset; `kafka/src/member/commit.rs` commits it |
+//! | Redis | `redis/src/scripts/claim.lua`: `XREADGROUP` |
+//! | NATS | the server, for each pull request of `nats/src/consumer.rs` |
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -96,7 +107,7 @@ impl Serialize for GroupName {
     }
 }
 
-/// Where a new group begins. An existing group keeps its position.
+/// Where a new group begins. An existing group keeps its cursor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StartFrom {
     /// After the newest event in the log.
@@ -112,7 +123,7 @@ pub enum StartFrom {
 /// One subscription inside a group: a pattern under a name that stays the same across restarts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SubscriptionSpec {
-    /// Stable within the group; declaring it again is the same subscription.
+    /// The name, unique in the group. Declaring the same name again is the same subscription.
     pub name: String,
     /// The events it matches.
     pub pattern: Pattern,
@@ -127,11 +138,11 @@ pub struct GroupSpec {
     pub start_from: StartFrom,
     /// Whether events with the same key are handled strictly one after another.
     pub ordered: bool,
-    /// Whether the group ends with the engine that declares it: when that engine is closed, or found dead.
-    /// It has no dead letters (events that fail for good are skipped, with the reason), and retention does
+    /// Whether the group is ephemeral: it is removed when the engine that declares it is closed or found dead. An
+    /// ephemeral group has no dead letters (events that fail for good are skipped, with the reason), and retention does
     /// not wait for it.
     pub ephemeral: bool,
-    /// The subscriptions to add. They apply from the group's current position, not to earlier events.
+    /// The subscriptions to add. They apply to events after the group's current cursor.
     pub subscriptions: Vec<SubscriptionSpec>,
 }
 
@@ -209,7 +220,7 @@ pub struct SubscriptionInfo {
     pub name: String,
     /// The events it matches.
     pub pattern: Pattern,
-    /// It applies to events after this cursor.
+    /// The subscription applies to events after this cursor.
     pub after: Cursor,
     /// When it was first declared.
     pub created_at: Timestamp,
@@ -223,21 +234,21 @@ pub struct GroupInfo {
     pub name: GroupName,
     /// Whether events with the same key are handled one after another.
     pub ordered: bool,
-    /// Whether the group ends with the engine that declared it.
+    /// Whether the group is removed with the engine that declared it.
     pub ephemeral: bool,
     /// The patterns of its subscriptions.
     pub patterns: Vec<String>,
     /// Its subscriptions, by name. A named handler has its name here.
     pub subscriptions: Vec<SubscriptionInfo>,
-    /// Everything up to here was delivered or skipped.
+    /// The cursor of the group: every event up to here was delivered or skipped.
     pub position: Cursor,
-    /// Matching events after the position.
+    /// The number of matching events after the cursor.
     pub behind: u64,
     /// Events delivered and not settled.
     pub in_flight: u64,
     /// Failed events that wait for their next attempt, and released ones.
     pub waiting: u64,
-    /// How many of those wait because no process has a handler for them.
+    /// How many of the `waiting` events wait because no process has a handler for them.
     pub unhandled: u64,
     /// Open dead letters.
     pub dead_letters: u64,
@@ -254,8 +265,8 @@ pub struct GroupInfo {
     /// The lag of each stream: from an engine that counts by stream, or by
     /// [`with_streams`](Self::with_streams).
     pub streams: Vec<StreamLag>,
-    /// What keeps events from the group although they were stored, if the engine knows of something: a transaction
-    /// that has not ended, another program that deleted them.
+    /// Why stored events do not reach the group, if the engine knows a reason: a transaction that has not ended, another
+    /// program that deleted events.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub held_back: Option<String>,
 }

@@ -58,8 +58,8 @@ pub struct HistoryQuery {
     pub entity: Option<Entity>,
     /// Only types that match. An exact type can use an index.
     pub types: Option<Pattern>,
-    /// Only events that were published with this correlation id. The event that everything began with has none:
-    /// its id is that of the others, and [`Lookup::find`](crate::Lookup::find) finds it.
+    /// Only events that were published with this correlation id. The first event of a chain has no correlation id: its
+    /// own id is the correlation id of the others, and [`Lookup::find`](crate::Lookup::find) finds it.
     pub correlation_id: Option<String>,
     /// Only events received at or after this time.
     pub since: Option<Timestamp>,
@@ -178,7 +178,8 @@ impl HistoryQuery {
         self.resume_after().map(drop)
     }
 
-    /// The position after which (in the order of the query) the page begins, if there is a cursor.
+    /// The position of the cursor, if there is one: the page begins after it, in the order of the query. Fails if the
+    /// cursor belongs to another query.
     pub fn resume_after(&self) -> Result<Option<Position>> {
         let Some(cursor) = &self.cursor else {
             return Ok(None);
@@ -203,7 +204,7 @@ impl HistoryQuery {
         })
     }
 
-    /// Whether an event matches the filters, without its position and time.
+    /// Whether an event matches the filters. Its position and time are not compared.
     pub fn matches(&self, event: &Event) -> bool {
         let a = event.attributes();
         let same = |wanted: &Option<String>, found: Option<&String>| {
@@ -235,7 +236,7 @@ impl HistoryQuery {
         hash.text(entity.map(|e| e.id.as_str()));
         hash.text(self.types.as_ref().map(Pattern::as_str));
         if let Some(id) = &self.correlation_id {
-            // Cursors of queries without one stay as they were.
+            // Only hashed if it is set, so that older cursors of queries without it stay valid.
             hash.text(Some(id));
         }
         for time in [self.since, self.until] {
@@ -330,15 +331,15 @@ pub struct HistoryPage {
 
 /// A store that answers history queries.
 pub trait History: Send + Sync + 'static {
-    /// One page of the matching events. It has fewer than the limit if there are no more, or if they are
-    /// large ([`MAX_HISTORY_BYTES`]); [`HistoryPage::next`] tells which.
+    /// One page of the matching events. A page has fewer events than the limit if there are no more
+    /// ([`HistoryPage::next`] is `None`), or if the events are large ([`MAX_HISTORY_BYTES`]).
     fn query(&self, query: HistoryQuery) -> BoxFuture<'_, Result<HistoryPage>>;
 
     /// How many events match a query in total, without its limit and cursor, counted up to `limit`.
     fn count(&self, query: HistoryQuery, limit: u64) -> BoxFuture<'_, Result<u64>>;
 
-    /// Whether an index answers [`HistoryQuery::correlation_id`]. Without one the log is read, which takes as long as
-    /// the log.
+    /// Whether a query by [`HistoryQuery::correlation_id`] is fast, because there is an index for it. Without an index,
+    /// the whole log is read.
     fn indexes_correlations(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! Values by key, for state that belongs to a program and not to an event: sessions, locks, settings.
+//! The key-value store: state that belongs to a program and not to an event, such as sessions, locks and settings.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -8,7 +8,7 @@ use bytes::Bytes;
 use crate::broker::BoxFuture;
 use crate::error::{Code, Error, Result};
 
-/// The expected revision of a key that must not be there.
+/// The expected revision of a key that must not exist.
 pub const ABSENT: u64 = 0;
 
 /// The longest bucket name and key, in characters.
@@ -22,7 +22,7 @@ pub struct KvEntry {
     pub key: String,
     /// The value, byte for byte.
     pub value: Bytes,
-    /// Grows with every change in the bucket, and is never used again.
+    /// The revision of the value. Revisions grow with every change in the bucket, and are never used again.
     pub revision: u64,
 }
 
@@ -37,15 +37,16 @@ impl KvEntry {
     }
 }
 
-/// A change of a key that a watcher sees.
+/// A change of a key, as a watcher gets it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KvChange {
     /// The key.
     pub key: String,
-    /// Its value now; `None`: it was deleted, or it expired.
+    /// The value of the key now; `None` if it was deleted or has expired.
     pub value: Option<Bytes>,
-    /// The revision of the value, or of the deletion. A value that expired has the revision it had.
+    /// The revision of the value. If the value has expired, its last revision. If it was deleted, the revision of the
+    /// deletion on an engine that gives deletions one (NATS), and the last revision of the value on the others.
     pub revision: u64,
 }
 
@@ -63,21 +64,21 @@ impl KvChange {
 /// The conditions of a put.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KvPut {
-    /// The key must have this revision; [`ABSENT`]: it must not be there. `None`: any.
+    /// The revision that the key must have. [`ABSENT`]: the key must not exist. `None`: no condition.
     pub expected: Option<u64>,
-    /// The value expires after this time. `None`: it stays until it is replaced or deleted.
+    /// After what time the value expires. `None`: it stays until it is replaced or deleted.
     pub ttl: Option<Duration>,
 }
 
-/// Keeps values by key, in buckets. A bucket exists as soon as something is put into it.
+/// Keeps values by key, in buckets. A bucket need not be created: the first put into it is enough.
 ///
 /// Engines check names with [`check_kv_names`].
 pub trait KeyValue: Send + Sync + 'static {
-    /// The value of a key. A value that expired is not there.
+    /// The value of a key; `None` if the key does not exist or its value has expired.
     fn get(&self, bucket: String, key: String) -> BoxFuture<'_, Result<Option<KvEntry>>>;
 
-    /// Puts a value and returns its revision, once durable. [`Code::RevisionConflict`] if the key has not the
-    /// expected revision; then nothing changes.
+    /// Puts a value and returns its revision, once durable. Fails with [`Code::RevisionConflict`], and changes nothing,
+    /// if the key does not have the expected revision.
     fn put(
         &self,
         bucket: String,
@@ -86,8 +87,8 @@ pub trait KeyValue: Send + Sync + 'static {
         put: KvPut,
     ) -> BoxFuture<'_, Result<u64>>;
 
-    /// Deletes a key, and returns whether it was there. [`Code::RevisionConflict`] if it has not the expected
-    /// revision.
+    /// Deletes a key, and returns whether it existed. Fails with [`Code::RevisionConflict`], and changes nothing, if the
+    /// key does not have the expected revision.
     fn delete(
         &self,
         bucket: String,
@@ -95,19 +96,21 @@ pub trait KeyValue: Send + Sync + 'static {
         expected: Option<u64>,
     ) -> BoxFuture<'_, Result<bool>>;
 
-    /// Watches a bucket: first every value that is there, then the changes. Of several changes of one key in
-    /// quick succession only the last is certain to be seen.
+    /// Watches a bucket: yields first every existing value, then the changes. If a key changes several times in quick
+    /// succession, only the last change is sure to be returned.
     fn watch(&self, bucket: String) -> BoxFuture<'_, Result<Box<dyn KvWatch>>>;
 }
 
 /// The changes of a bucket, one after another.
 pub trait KvWatch: Send {
-    /// Waits for the next change. Dropping the future loses nothing.
+    /// Waits for the next change.
+    ///
+    /// Cancel safe: if the future is dropped before it is done, the next call returns the same change.
     fn next(&mut self) -> BoxFuture<'_, Result<KvChange>>;
 }
 
-/// Compares the values of a bucket with what a watcher has seen, for engines that are asked again after each
-/// change.
+/// Finds the changes of a bucket for a watcher: compares its values with those of the last comparison. For engines that
+/// read the bucket again after each change.
 #[derive(Debug, Default)]
 pub struct KvSeen {
     revisions: BTreeMap<String, u64>,
@@ -121,8 +124,8 @@ impl KvSeen {
         self.last
     }
 
-    /// Compares with what is there now: key, value and revision. The value is needed only for revisions after
-    /// [`last`](Self::last).
+    /// Compares the last known values with the current ones: key, value and revision. The value is needed only for
+    /// revisions after [`last`](Self::last).
     pub fn compare(&mut self, now: impl IntoIterator<Item = (String, Option<Bytes>, u64)>) {
         let mut there = BTreeSet::new();
         let mut changed = Vec::new();
@@ -147,7 +150,7 @@ impl KvSeen {
         changes.extend(changed);
     }
 
-    /// The next change that was found.
+    /// Takes the next change that was found, if there is one.
     pub fn take(&mut self) -> Option<KvChange> {
         self.changes.pop_front()
     }

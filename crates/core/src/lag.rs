@@ -20,12 +20,13 @@ pub struct Lag {
     pub in_flight: u64,
     /// Failed events that wait for their next attempt, and released ones.
     pub waiting: u64,
-    /// How many of those wait because no process has a handler for them.
+    /// How many of the `waiting` events wait because no process has a handler for them.
     pub unhandled: u64,
     /// Open dead letters.
     pub dead_letters: u64,
-    /// Events that the server removed by their age before the group got them, as far as it can be seen now: zero
-    /// again once the group has moved past them. Events that the group does not want may be among them.
+    /// Events that the server removed by their age before the group received them. The engine counts only events that
+    /// the group has not moved past yet, so this becomes zero again. Events that the group does not want may be among
+    /// them.
     #[serde(skip_serializing_if = "is_zero")]
     pub dropped: u64,
     /// When the oldest event that is not settled was received.
@@ -88,7 +89,8 @@ pub struct StreamLag {
     /// How long the oldest unsettled event has been waiting; zero if there is none.
     #[serde(rename = "behind_ms", serialize_with = "crate::group::as_millis")]
     pub behind_for: Duration,
-    /// The age at which the server removes events, also those that the group has not got.
+    /// The age at which the server removes events, also events that the group has not received; `None` if it removes
+    /// none by age.
     #[serde(
         rename = "max_age_ms",
         serialize_with = "crate::group::as_millis_if_any",
@@ -115,7 +117,7 @@ impl StreamLag {
         self
     }
 
-    /// How much of the age at which events are removed the oldest unsettled event has reached: 1 is all of it.
+    /// The age of the oldest unsettled event as a fraction of the age at which events are removed: at 1 it is removed.
     /// `None` if no event is removed by its age.
     pub fn age_used(&self) -> Option<f64> {
         let age = self.max_age.filter(|age| !age.is_zero())?;
@@ -141,9 +143,9 @@ impl GroupInfo {
         }
     }
 
-    /// Fills [`streams`](Self::streams) by the routing table, for an engine that knows the lag by type: an
-    /// entry for each stream that the group reads or has pending events in, in the order of the table.
-    /// Events of a type that no stream covers any more are only in the totals of the group.
+    /// Fills [`streams`](Self::streams) by the routing table, unless the engine has filled it. There is an entry for
+    /// each stream that the group reads or has pending events in, in the order of the table. Events of a type that no
+    /// stream covers any more are only in the totals of the group.
     #[must_use]
     pub fn with_streams(mut self, table: &Streams, now: Timestamp) -> Self {
         if !self.streams.is_empty() {

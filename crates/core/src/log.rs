@@ -23,7 +23,7 @@ pub struct Recorded {
     pub event: Event,
     /// Its position; later events of the same shard have higher positions.
     pub position: Position,
-    /// When the engine received it; never earlier than that of an earlier position.
+    /// When the engine received the event. Never before the time of an event with an earlier position.
     pub received_at: Timestamp,
 }
 
@@ -81,7 +81,7 @@ pub struct GroupState {
     pub group: GroupName,
     /// Its state there.
     pub state: EventState,
-    /// Attempts begun. For a finished event, the recorded ones: 0 if it never failed.
+    /// How many attempts have begun. For a finished event, how many are recorded: 0 if it never failed.
     pub attempts: u32,
     /// The failed attempts, in order. A finished event keeps them, including those before the retry of a
     /// dead letter.
@@ -114,7 +114,7 @@ pub trait Log: Send + Sync + 'static {
     /// Returns the cursor for `from`: reading after it yields the first matching event.
     fn resolve(&self, from: StartFrom, patterns: Vec<Pattern>) -> BoxFuture<'_, Result<Cursor>>;
 
-    /// Waits until there is an event after a cursor. Dropping the future is harmless.
+    /// Waits until there is an event after a cursor. Cancel safe.
     fn wait_beyond(&self, cursor: Cursor) -> BoxFuture<'_, Result<()>>;
 }
 

@@ -26,11 +26,11 @@ pub struct Retention {
     pub streams: Vec<StreamAge>,
     /// Remove payload stages stored longer ago than this.
     pub payloads: Option<Duration>,
-    /// Removes dead letters this long after their final failure, those of the outbox with their rows. The
-    /// events of the others stay, and are removed by their own age; a group whose open dead letter is
-    /// removed has skipped the event, with [`letter_kept_for`](crate::letter_kept_for) as the reason.
+    /// Remove dead letters this long after their final failure. Dead letters of the outbox are removed with their rows.
+    /// The events of other dead letters stay until they are removed by their own age. A group whose open dead letter is
+    /// removed counts as having skipped the event, with [`letter_kept_for`](crate::letter_kept_for) as the reason.
     pub dead_letters: Option<Duration>,
-    /// Removes audit records older than this; an anchor keeps the chain verifiable.
+    /// Remove audit records older than this; an anchor keeps the chain verifiable.
     pub audit: Option<Duration>,
     /// Remove rows of the outbox that were sent longer ago than this.
     pub outbox: Option<Duration>,
@@ -272,8 +272,8 @@ pub trait Maintenance: Send + Sync + 'static {
         self.prune_watched(retention, Box::new(|_| {}))
     }
 
-    /// As [`prune`](Self::prune); calls `progress` from time to time with the result so far. Dropping the
-    /// future ends it between two steps.
+    /// Like [`prune`](Self::prune); calls `progress` from time to time with the result so far. If the future is dropped,
+    /// the work ends between two steps.
     fn prune_watched(
         &self,
         retention: Retention,
@@ -297,14 +297,13 @@ pub trait Maintenance: Send + Sync + 'static {
         ))))
     }
 
-    /// Checks the clock, before data is removed by age: it is in doubt if it jumped ahead since the last
-    /// check, until it has run evenly for some time. An engine whose server tells the time may always trust
-    /// it.
+    /// Checks the clock before data is removed by age. Returns a doubt if the clock has jumped ahead and has not run
+    /// evenly for long enough since. An engine that uses the clock of its server may always return `None`.
     fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
         Box::pin(std::future::ready(Ok(None)))
     }
 
-    /// An operator has confirmed that the clock is right.
+    /// Ends the doubt about the clock: an operator has confirmed that it is right.
     fn trust_clock(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(std::future::ready(Ok(())))
     }

@@ -1,8 +1,8 @@
 //! Objects without an event, and the log that owns an object.
 //!
-//! The large part of an event may be in an object store. Before an object is put, a note of it is made
-//! here; the append of its event removes the note, and the removal of the event makes it again, each in the
-//! same step. So every object of a log has a reference or a note at any moment.
+//! The large part of an event may be in an object store. Before an object is put, the engine makes a note of it. The
+//! append of the event removes the note, and the removal of the event makes the note again, each in the same step. So at
+//! any moment an event or a note refers to every object of a log.
 
 use std::fmt;
 

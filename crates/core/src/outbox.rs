@@ -40,7 +40,7 @@ pub struct RelayLease {
     pub holder: String,
     /// A fencing token: changes each time the lease goes to another holder.
     pub token: u64,
-    /// Rows up to this one existed when this holder got the lease: another relay may have published them
+    /// The last row that existed when this holder got the lease. Another relay may have published rows up to this one
     /// without marking them.
     pub since: i64,
 }
@@ -233,16 +233,16 @@ pub trait OutboxSource: Send + Sync + 'static {
     /// key has an earlier waiting row. It only reads: rows are returned again until they are settled.
     fn claim(&self, after: i64, limit: usize) -> BoxFuture<'_, Result<Claimed>>;
 
-    /// Records the outcomes of rows. [`Code::LeaseLost`](crate::Code::LeaseLost) without the lease: from
-    /// then on nothing is changed. Rows that no longer wait are not changed, and neither are rows that were
-    /// changed after they were claimed: the outcome is about the earlier content.
+    /// Records the outcomes of rows. Fails with [`Code::LeaseLost`](crate::Code::LeaseLost), and changes no further row,
+    /// if the relay does not hold the lease. Rows that no longer wait are not changed. Rows that were changed after
+    /// they were claimed are not changed either, because the outcome is about the earlier content.
     fn settle(
         &self,
         lease: RelayLease,
         outcomes: Vec<(OutboxRow, RowOutcome)>,
     ) -> BoxFuture<'_, Result<()>>;
 
-    /// Gives the lease back.
+    /// Releases the lease.
     fn release(&self, lease: RelayLease) -> BoxFuture<'_, Result<()>>;
 
     /// Waits until there may be new rows, or for this long.

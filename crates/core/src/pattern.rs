@@ -213,7 +213,7 @@ impl Pattern {
 struct Shape<'a> {
     segments: Vec<Option<&'a str>>,
     rest: bool,
-    /// Leaves out `system.…`.
+    /// Whether the pattern leaves out `system.…`.
     spares_system: bool,
 }
 

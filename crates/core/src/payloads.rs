@@ -138,9 +138,9 @@ pub struct StageInfo {
     /// The error text, if there was an error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error_details: Option<String>,
-    /// It contains the address of a picture, film, sound or document.
+    /// Whether the payload contains the address of a picture, film, sound or document.
     pub contains_media: bool,
-    /// It contains the word base64, or is long enough to contain base64 data.
+    /// Whether the payload contains the word base64, or is long enough to contain base64 data.
     pub contains_base64: bool,
 }
 

@@ -5,6 +5,9 @@
 //! Engines with a single log (SQLite, memory) use [`Shard::ONLY`]; their positions are written as plain
 //! numbers.
 //!
+//! The two words are kept apart: an event has a *position*; a group or a reader has a *cursor*. Where the "position
+//! of a group" is meant ([`GroupInfo::position`](crate::GroupInfo::position)), it is the cursor of the group.
+//!
 //! ```
 //! use everbus_core::{Cursor, Position, Shard};
 //!
@@ -234,7 +237,7 @@ impl Cursor {
         position.place <= self.place(position.shard)
     }
 
-    /// Moves to an event of one shard; a cursor never moves back.
+    /// Moves the cursor to an event of one shard. Does nothing if the cursor is already further.
     pub fn advance(&mut self, position: Position) {
         if self.covers(position) {
             return;
@@ -256,25 +259,25 @@ impl Cursor {
         }
     }
 
-    /// Just before an event of one shard, at the beginning of all others.
+    /// A cursor just before an event of one shard, and at the beginning of all other shards.
     pub fn before(position: Position) -> Self {
         let place = position.place.saturating_sub(1);
         Self::from(Position { place, ..position })
     }
 
-    /// Whether it is at least as far as another one, in every shard.
+    /// Whether the cursor is at least as far as another one, in every shard.
     pub fn reaches(&self, other: &Self) -> bool {
         other.positions().all(|position| self.covers(position))
     }
 
-    /// Moves forward to another one, in every shard where that is further.
+    /// Moves the cursor forward to another one, in every shard where the other one is further.
     pub fn advance_to(&mut self, other: &Self) {
         other
             .positions()
             .for_each(|position| self.advance(position));
     }
 
-    /// The earlier place in every shard.
+    /// A cursor with the earlier place of the two in every shard.
     #[must_use]
     pub fn earlier(&self, other: &Self) -> Self {
         let mut earlier = Self::START;
@@ -320,7 +323,7 @@ impl Default for Cursor {
 }
 
 impl From<Position> for Cursor {
-    /// After this event in its shard, at the beginning of all others.
+    /// A cursor after this event in its shard, and at the beginning of all other shards.
     fn from(position: Position) -> Self {
         let mut cursor = Self::START;
         cursor.advance(position);

@@ -1,8 +1,8 @@
 //! Which events of a log are done: a floor, and the done ranges above it.
 //!
 //! A group finishes events out of order. [`Progress`] answers the one question that loses events when
-//! it is answered wrongly: how far may the position move? Never past something unfinished. It is
-//! pure, and every engine that keeps positions uses it.
+//! it is answered wrongly: how far may the cursor move? Never past something unfinished. It is
+//! pure, and every engine that keeps cursors uses it.
 
 use std::collections::BTreeMap;
 

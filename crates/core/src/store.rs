@@ -31,8 +31,8 @@ pub trait Store: Send + Sync + 'static {
     /// event in the store.
     fn ingest(&self, records: Vec<Arc<Recorded>>) -> BoxFuture<'_, Result<Vec<Position>>>;
 
-    /// Stores a payload stage of an event, also if the event has not been ingested yet: then the stage
-    /// waits for it, and is removed after [`EARLY_STAGES`] if the event never comes.
+    /// Stores a payload stage of an event. If the event has not been ingested yet, the stage waits for it, and is
+    /// removed after [`EARLY_STAGES`] if the event never comes.
     fn store_stage(&self, event: EventKey, stage: StoredStage) -> BoxFuture<'_, Result<()>>;
 
     /// Records a failed attempt. Attempts are numbered: the same number again replaces the first record.
@@ -75,8 +75,8 @@ pub trait Store: Send + Sync + 'static {
     /// not exist, is not open, or has failed again since is not changed.
     fn mark_retried(&self, letters: Vec<SentBack>, at: Timestamp) -> BoxFuture<'_, Result<()>>;
 
-    /// As [`mark_retried`](Self::mark_retried), for a dead letter that was replaced by a corrected event:
-    /// it names that event.
+    /// Like [`mark_retried`](Self::mark_retried), for a dead letter that was replaced by a corrected event. The dead
+    /// letter then names that event.
     fn mark_replaced(
         &self,
         letter: SentBack,
@@ -110,7 +110,7 @@ pub struct Burial {
     pub failures: Vec<Failure>,
     /// The time of the final failure.
     pub died_at: Timestamp,
-    /// A retry from the dead letters failed, so these are new attempts, even if the store does not know of
+    /// Whether a retry from the dead letters failed. If so, these are new attempts, even if the store does not know of
     /// the retry yet.
     pub sent_back: bool,
 }
@@ -178,7 +178,7 @@ pub struct EarlierDeath {
     pub failures: Vec<Failure>,
     /// The time of its last final failure.
     pub died_at: Timestamp,
-    /// It was not retried since.
+    /// Whether the dead letter is open: not retried since its last final failure.
     pub open: bool,
 }
 
@@ -216,7 +216,7 @@ impl KeptFailures {
         self.past = self.all.len();
     }
 
-    /// Removes the failures of the current run: they are kept elsewhere.
+    /// Removes the failures of the current run, because the dead letter keeps them.
     pub fn forget_current(&mut self) {
         self.all.truncate(self.past);
     }

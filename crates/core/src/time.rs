@@ -68,7 +68,7 @@ impl Timestamp {
 const FORM: [u8; 27] = *b"0000-00-00T00:00:00.000000Z";
 
 impl fmt::Display for Timestamp {
-    /// Written here, because every event in an answer has two times.
+    /// Formats the time without the calendar library, for speed: every event in an answer has two times.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (seconds, micros) = (self.0.div_euclid(1_000_000), self.0.rem_euclid(1_000_000));
         let (days, second) = (seconds.div_euclid(86_400), seconds.rem_euclid(86_400));

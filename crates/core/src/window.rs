@@ -6,15 +6,15 @@
 
 use std::time::{Duration, Instant};
 
-/// How many steps' worth of events are handed out beyond the concurrency: an outcome waits for the current
-/// step and then for its own, and handlers are not equally quick.
+/// Beyond the concurrency, as many events are handed out as are settled in this many steps: an outcome waits for the
+/// current step and then for its own, and handlers are not equally quick.
 const LEAD: f64 = 4.0;
 
 /// If fewer than this many events are settled per step, the wait for a step is negligible compared to the
 /// run time of the handlers.
 const NEGLIGIBLE: f64 = 0.02;
 
-/// How long the first outcomes are taken to have needed if it is not known when their handlers began.
+/// How long the handlers of the first outcomes are assumed to have run, if it is not known when they began.
 const FIRST: Duration = Duration::from_millis(250);
 
 /// Limits how many deliveries of a consumer may have begun without being settled.
@@ -32,15 +32,15 @@ const FIRST: Duration = Duration::from_millis(250);
 #[derive(Clone, Debug)]
 pub struct Window {
     concurrency: Option<usize>,
-    /// How many more than the concurrency.
+    /// How many more events than the concurrency may have begun.
     ahead: usize,
     settled_at: Option<Instant>,
-    /// How many were settled lately, and in how many seconds. Each time, what was before counts half.
+    /// How many events were settled lately, and in how many seconds. At each update, the earlier numbers count half.
     recent: (f64, f64),
 }
 
 impl Window {
-    /// For a consumer with this concurrency; `None`: it may begin every claimed event.
+    /// A window for a consumer with this concurrency; `None`: the consumer may begin every claimed event.
     pub const fn new(concurrency: Option<usize>) -> Self {
         Self {
             concurrency,
@@ -58,14 +58,14 @@ impl Window {
         }
     }
 
-    /// Records that deliveries were handed out to a consumer that held none: the time before does not count as time
-    /// that their handlers need.
+    /// Records that deliveries were handed out to a consumer that held none. The idle time before does not count as run
+    /// time of the handlers.
     pub fn began(&mut self, now: Instant) {
         self.settled_at = Some(now);
     }
 
-    /// Records that deliveries were settled, and how long a step of the engine takes: the time from an
-    /// outcome to the next delivery in its place.
+    /// Records that `count` deliveries were settled. `step` is how long a step of the engine takes: from an outcome to
+    /// the delivery that takes its place.
     pub fn settled(&mut self, count: usize, now: Instant, step: Duration) {
         let before = self.settled_at.replace(now);
         let step = step.max(Duration::from_micros(1));

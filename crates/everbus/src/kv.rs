@@ -1,4 +1,4 @@
-//! Values by key, for the state of a program: `bus.kv("sessions")`.
+//! A key-value store for the state of a program: `bus.kv("sessions")`.
 
 use std::fmt;
 use std::future::IntoFuture;
@@ -13,10 +13,10 @@ use everbus_core::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// A bucket of values by key.
+/// A bucket: a set of keys, each with a value.
 ///
-/// Every change gives a key a new revision. A put may say which revision it expects, so that of two processes
-/// that change the same value at once one is refused with `RevisionConflict`.
+/// Every change gives a key a new revision. A put may name the revision that it expects. If two processes
+/// change the same value at once, both with the expected revision, one of them gets `RevisionConflict`.
 #[derive(Clone)]
 pub struct Kv {
     engine: Arc<dyn KeyValue>,
@@ -34,19 +34,21 @@ impl Kv {
         })
     }
 
-    /// Values that are put through this handle expire after this time, unless the put says otherwise.
+    /// Sets after what time values that are put through this handle expire. [`Put::ttl`] replaces this for
+    /// one put.
     #[must_use]
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.ttl = Some(ttl);
         self
     }
 
-    /// The value of a key, with its revision.
+    /// Reads the value of a key and its revision. `None` if the key does not exist.
     pub async fn get(&self, key: impl Into<String>) -> Result<Option<KvEntry>> {
         self.engine.get(self.bucket.clone(), key.into()).await
     }
 
-    /// The value of a key, read as JSON, and its revision. `InvalidPayloadError` if it is not such a value.
+    /// Reads the value of a key as JSON, and its revision. `None` if the key does not exist;
+    /// `InvalidPayloadError` if the value is not the JSON of a `T`.
     pub async fn get_json<T: DeserializeOwned>(
         &self,
         key: impl Into<String>,
@@ -61,7 +63,8 @@ impl Kv {
         Ok(Some((value, entry.revision)))
     }
 
-    /// Puts a value; await it for its revision. See [`Put`] for conditions and expiry.
+    /// Returns a put of this value. Await it to put the value; the result is the new revision. See [`Put`]
+    /// for conditions and expiry.
     pub fn put(&self, key: impl Into<String>, value: impl Into<Bytes>) -> Put {
         Put {
             kv: self.clone(),
@@ -74,7 +77,8 @@ impl Kv {
         }
     }
 
-    /// Puts a value as JSON.
+    /// Like [`put`](Self::put), with the value as JSON. If the value cannot be JSON, awaiting the put fails
+    /// with `InvalidPayloadError`.
     pub fn put_json(&self, key: impl Into<String>, value: &impl Serialize) -> Put {
         let mut put = self.put(key, Bytes::new());
         put.value = serde_json::to_vec(value).map(Bytes::from).map_err(|e| {
@@ -83,20 +87,20 @@ impl Kv {
         put
     }
 
-    /// Deletes a key, and returns whether it was there.
+    /// Deletes a key. Returns whether the key existed.
     pub async fn delete(&self, key: impl Into<String>) -> Result<bool> {
         let bucket = self.bucket.clone();
         self.engine.delete(bucket, key.into(), None).await
     }
 
-    /// Deletes a key if it has this revision; otherwise `RevisionConflict`.
+    /// Deletes a key if it has this revision; otherwise fails with `RevisionConflict`.
     pub async fn delete_revision(&self, key: impl Into<String>, revision: u64) -> Result<()> {
         let (bucket, expected) = (self.bucket.clone(), Some(revision));
         let deleted = self.engine.delete(bucket, key.into(), expected);
         deleted.await.map(drop)
     }
 
-    /// Watches the bucket: first every value that is there, then the changes.
+    /// Watches the bucket: yields first every existing value, then the changes.
     pub async fn watch(&self) -> Result<Watch> {
         let changes = self.engine.watch(self.bucket.clone()).await?;
         Ok(Watch { changes })
@@ -111,9 +115,9 @@ impl fmt::Debug for Kv {
     }
 }
 
-/// A put that has not happened yet: await it for the new revision.
+/// A put that has not happened yet. Await it to put the value; the result is the new revision.
 #[derive(Debug)]
-#[must_use = "nothing is put until it is awaited"]
+#[must_use = "a put does nothing until it is awaited"]
 pub struct Put {
     kv: Kv,
     key: String,
@@ -122,18 +126,18 @@ pub struct Put {
 }
 
 impl Put {
-    /// Puts only if the key has this revision; otherwise `RevisionConflict`.
+    /// Puts only if the key has this revision; otherwise the put fails with `RevisionConflict`.
     pub fn expected(mut self, revision: u64) -> Self {
         self.put.expected = Some(revision);
         self
     }
 
-    /// Puts only if the key is not there; otherwise `RevisionConflict`.
+    /// Puts only if the key does not exist; otherwise the put fails with `RevisionConflict`.
     pub fn if_absent(self) -> Self {
         self.expected(ABSENT)
     }
 
-    /// The value expires after this time.
+    /// Makes the value expire after this time.
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.put.ttl = Some(ttl);
         self
@@ -153,14 +157,16 @@ impl IntoFuture for Put {
     }
 }
 
-/// The changes of a bucket.
+/// The values and changes of a bucket, from [`Kv::watch`].
 pub struct Watch {
     changes: Box<dyn KvWatch>,
 }
 
 impl Watch {
-    /// Waits for the next change. Of several changes of one key in quick succession only the last is certain
-    /// to be seen. Dropping the future loses nothing.
+    /// Waits for the next change. If a key changes several times in quick succession, only the last change
+    /// is sure to be returned.
+    ///
+    /// Cancel safe: if the future is dropped before it is done, the next call returns the same change.
     pub async fn next(&mut self) -> Result<KvChange> {
         self.changes.next().await
     }

@@ -6,7 +6,7 @@ use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt, TraceFlags, Tra
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-/// The trace context of the current span, if it is recorded as part of a trace.
+/// The trace context of the current span. `None` if the span belongs to no trace.
 pub(crate) fn current() -> Option<TraceContext> {
     let context = Span::current().context();
     let span = context.span();
@@ -26,8 +26,9 @@ pub(crate) fn current() -> Option<TraceContext> {
     })
 }
 
-/// Makes a span the child of the span that a trace context names, which is usually that of another process: the span
-/// of a request that came with `traceparent`. Call it before the span is entered.
+/// Makes `span` a child of the span that `trace` names, usually a span of another process: the caller of an HTTP
+/// request with the header `traceparent`. Call this before the span is entered. A trace context that cannot be parsed
+/// is ignored.
 pub fn continue_trace(span: &Span, trace: &TraceContext) {
     if let Some(parent) = parse(trace) {
         // Fails only for a span that has begun or that no layer records.
@@ -35,7 +36,8 @@ pub fn continue_trace(span: &Span, trace: &TraceContext) {
     }
 }
 
-/// Makes a handler's span a child of the span that published the event, and links the two.
+/// Makes the span of a handler a child of the span that published the event, and adds a link to it. A trace context
+/// that cannot be parsed is ignored.
 pub(crate) fn link(span: &Span, trace: &TraceContext) {
     let Some(producer) = parse(trace) else { return };
     span.add_link(producer.clone());
@@ -43,6 +45,7 @@ pub(crate) fn link(span: &Span, trace: &TraceContext) {
     let _ = span.set_parent(Context::new().with_remote_span_context(producer));
 }
 
+/// Parses a trace context. `None` if its `traceparent` is not valid; a `tracestate` that is not valid is left out.
 fn parse(trace: &TraceContext) -> Option<SpanContext> {
     trace.trace_id()?;
     let mut parts = trace.traceparent.split('-').skip(1);

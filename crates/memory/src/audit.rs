@@ -1,4 +1,4 @@
-//! The audit trail in memory: chained as in the durable engines, so that tests see the same.
+//! The audit trail in memory. Its records are chained by hashes as in the durable engines, so tests see the same.
 
 use std::collections::VecDeque;
 
@@ -9,7 +9,7 @@ use everbus_core::{
 
 use crate::broker::Memory;
 
-/// The records, and the head before the first.
+/// The records. `anchor` is the head of the chain before the first record.
 #[derive(Debug)]
 pub(crate) struct Trail {
     anchor: AuditHead,
@@ -113,7 +113,7 @@ impl Trail {
         verdict
     }
 
-    /// How many records at the beginning were written before a time.
+    /// How many records were written before a time.
     pub(crate) fn older(&self, before: Timestamp) -> usize {
         let records = self.records.iter();
         records.take_while(|record| record.at < before).count()

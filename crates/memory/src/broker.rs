@@ -1,4 +1,4 @@
-//! The engine, and the verbs of a broker on the state behind its lock.
+//! The engine, and the trait `Broker`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,8 @@ use tokio::sync::Notify;
 use crate::consumer::{Member, MemoryConsumer};
 use crate::state::State;
 
-/// The engine. This one type implements everything it offers.
+/// The engine: its state behind one lock. It implements every trait of the engine except `Broker` and `KeyValue`,
+/// which [`MemoryBroker`] implements.
 #[derive(Debug)]
 pub(crate) struct Memory {
     state: Mutex<State>,
@@ -35,7 +36,7 @@ impl Memory {
         }
     }
 
-    /// Checks due times again whenever the clock jumps.
+    /// Wakes all waiting tasks whenever the clock jumps, so that they check due times again.
     pub(crate) fn wake_on_jumps(self: &Arc<Self>) {
         let memory = Arc::downgrade(self);
         self.clock.on_jump(Box::new(move || {
@@ -54,7 +55,7 @@ impl Memory {
         self.state.lock()
     }
 
-    /// The state, unless the engine is closed.
+    /// Locks the state. Fails if the engine is closed.
     pub(crate) fn open_state(&self) -> Result<MutexGuard<'_, State>> {
         let state = self.lock();
         if state.closed {
@@ -99,7 +100,7 @@ impl Memory {
     }
 }
 
-/// The broker is shared with its consumers through an `Arc`.
+/// The engine as a broker. The `Arc` lets consumers and watchers share the engine.
 #[derive(Debug)]
 pub(crate) struct MemoryBroker(pub(crate) Arc<Memory>);
 

@@ -1,4 +1,4 @@
-//! Checkpoints of long operations. Lost with the process, like everything here.
+//! Checkpoints of long operations. They are lost with the process, like everything in this engine.
 
 use std::collections::BTreeMap;
 

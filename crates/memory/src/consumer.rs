@@ -1,4 +1,4 @@
-//! One consumer of a group. It claims only what a fetch returns, so a dropped future holds nothing.
+//! A consumer of a group. It claims events only when a fetch returns them, so `fetch` is cancel safe.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use everbus_core::{
 };
 
 use crate::broker::Memory;
-use crate::group::RowState;
+use crate::groups::RowState;
 use crate::records::any_matches;
 
 pub(crate) struct MemoryConsumer {
@@ -19,10 +19,13 @@ pub(crate) struct MemoryConsumer {
     options: ConsumeOptions,
 }
 
-/// The result of a check of the group.
+/// The result of one look for events.
 enum Look {
     Got(Vec<Delivery>),
-    Nothing { until: Option<Timestamp> },
+    /// No event can be delivered now. `until` is the time of the next look, if nothing else happens before.
+    Nothing {
+        until: Option<Timestamp>,
+    },
 }
 
 impl MemoryConsumer {
@@ -114,7 +117,7 @@ impl Consumer for MemoryConsumer {
     }
 
     fn resume(&mut self, prefetch: usize) -> BoxFuture<'_, Result<()>> {
-        // Events are claimed only when fetched, so there is nothing to give back.
+        // Events are claimed only when they are fetched, so there is nothing to release.
         self.options.prefetch = prefetch;
         self.memory.work.notify_waiters();
         Box::pin(std::future::ready(Ok(())))
@@ -138,7 +141,7 @@ impl Drop for MemoryConsumer {
     }
 }
 
-/// The time from an outcome to the next delivery in its place: two tasks have to run.
+/// How long it takes from an outcome to the delivery that takes its place: two tasks have to run.
 const STEP: Duration = Duration::from_micros(100);
 
 /// A consumer in its group: what it handles, and how many events it may get.
@@ -146,9 +149,9 @@ const STEP: Duration = Duration::from_micros(100);
 pub(crate) struct Member {
     patterns: Vec<Pattern>,
     in_flight: usize,
-    /// How many may be in flight: a delivered event may have begun.
+    /// How many deliveries may be in flight. Every delivered event counts, because it may have begun.
     window: Window,
-    /// Settled since the last update of the window.
+    /// How many events were settled since the last update of the window.
     settled: usize,
 }
 
@@ -180,7 +183,7 @@ impl Member {
         self.settled += 1;
     }
 
-    /// How many more events it may get.
+    /// How many more events the consumer may get.
     pub(crate) fn free(&mut self, prefetch: usize) -> usize {
         if self.settled > 0 {
             self.window.settled(self.settled, Instant::now(), STEP);

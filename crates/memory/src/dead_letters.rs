@@ -24,7 +24,8 @@ pub(crate) struct DeadLetterTable {
 }
 
 impl DeadLetterTable {
-    /// Adds a dead letter, or opens an existing one again: attempts add up, the first time stays.
+    /// Adds a dead letter, or opens an existing one again. Then the attempts are added up, and the time of the
+    /// first death stays.
     pub(crate) fn bury(
         &mut self,
         group: GroupName,
@@ -38,7 +39,7 @@ impl DeadLetterTable {
         self.put(group, record, death)
     }
 
-    /// Stores a dead letter that the runtime reports.
+    /// Stores a dead letter of an event that another engine moves.
     pub(crate) fn report(&mut self, record: Arc<Recorded>, burial: &Burial) {
         let known = self.get(record.seq(), &burial.group);
         let earlier = known.map(|letter| EarlierDeath {
@@ -99,7 +100,7 @@ impl DeadLetterTable {
         self.entries.remove(&(Reverse(position), group.clone()));
     }
 
-    /// Dead letters from before a time, open and retried.
+    /// The keys of dead letters, open and retried, whose last death was before a time.
     pub(crate) fn died_before(&self, time: Timestamp) -> impl Iterator<Item = (u64, GroupName)> {
         let old = self
             .entries
@@ -108,7 +109,7 @@ impl DeadLetterTable {
         old.map(|((position, group), _)| (position.0, group.clone()))
     }
 
-    /// The number of dead letters, and the time of the first.
+    /// The number of dead letters, and the time of the oldest.
     pub(crate) fn held(&self) -> Held {
         Held {
             count: self.entries.len() as u64,
@@ -126,7 +127,7 @@ impl DeadLetterTable {
         }
     }
 
-    /// Open dead letters that pass a filter, after a key.
+    /// The open dead letters after a key that match a filter.
     fn open<'a>(
         &'a self,
         filter: &'a DeadLetterFilter,
@@ -153,7 +154,7 @@ impl Memory {
         Ok(DeadLetterPage { items, next })
     }
 
-    /// Retries open dead letters, oldest first.
+    /// Retries up to `limit` open dead letters that match a filter, oldest event first. Returns how many.
     fn retry_open(&self, filter: &DeadLetterFilter, limit: usize) -> Result<u64> {
         let mut guard = self.open_state()?;
         let state = &mut *guard;
@@ -204,7 +205,7 @@ impl Memory {
         if let Some(group) = number.and_then(|number| state.groups.get_mut(number))
             && !group.wants(&event_type)
         {
-            // The group's patterns no longer match it, so it would skip the event.
+            // The patterns of the group do not match the event. It gets a row, or the group would skip it.
             group.add_waiting(record, now);
         }
         if let Some(letter) = state.dead.get_mut(key.position.place(), &key.group) {

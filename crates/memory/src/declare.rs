@@ -5,7 +5,7 @@ use everbus_core::{
     Timestamp,
 };
 
-use crate::group::Group;
+use crate::groups::Group;
 use crate::state::State;
 
 impl State {
@@ -60,7 +60,7 @@ impl State {
                         group: spec.name.clone(),
                         name: wanted.name,
                         pattern: wanted.pattern,
-                        after: Cursor::seq(group.position),
+                        after: Cursor::seq(group.cursor),
                         created_at: now,
                     };
                     group.subscriptions.push(info.clone());
@@ -73,7 +73,7 @@ impl State {
         let mut others: Vec<_> = group.subscriptions.iter().filter(is_new).cloned().collect();
         others.sort_by(|a, b| a.name.cmp(&b.name));
         declared.append(&mut others);
-        // A subscription may have become narrower.
+        // The pattern of a subscription may have become narrower.
         group.skip_unwanted(now);
         Ok(declared)
     }

@@ -66,7 +66,7 @@ impl History for Memory {
         })
     }
 
-    // There is none, and a scan of the memory is short.
+    // There is no index. A scan of the log in memory is fast enough to count as one.
     fn indexes_correlations(&self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! The groups, with how far behind each is.
+//! The state of every group, and how far it is behind.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use everbus_core::{Cursor, GroupInfo, Lag, Result, Timestamp};
 
 use crate::broker::Memory;
-use crate::group::{Group, RowState};
+use crate::groups::{Group, RowState};
 use crate::records::Records;
 
 impl Memory {
@@ -44,7 +44,7 @@ fn describe(
         lag.unhandled += u64::from(group.is_unhandled(row));
         lag.note_oldest(row.record.received_at);
     }
-    let beyond = records.after(group.position);
+    let beyond = records.after(group.cursor);
     for record in beyond.filter(|record| group.awaits(record)) {
         let lag = types.entry(record.event.type_arc().clone()).or_default();
         lag.behind += 1;
@@ -61,6 +61,6 @@ fn describe(
     let patterns = group.subscriptions.iter().map(|s| s.pattern.as_str());
     info.patterns = patterns.map(str::to_owned).collect();
     info.subscriptions = subscriptions;
-    info.position = Cursor::seq(group.position);
+    info.position = Cursor::seq(group.cursor);
     info.with_types(types, now)
 }

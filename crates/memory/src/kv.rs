@@ -1,4 +1,4 @@
-//! Values by key. Lost with the process, like everything here.
+//! The key-value store. It is lost with the process, like everything in this engine.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -121,7 +121,7 @@ struct Watcher {
 }
 
 impl Watcher {
-    /// Compares the known values with the stored ones, and returns when the next value expires.
+    /// Looks for a change of the bucket since the last look, and returns when the next value expires.
     fn look(&mut self) -> Result<Option<Timestamp>> {
         let mut state = self.memory.open_state()?;
         state.values.expire(self.memory.now());

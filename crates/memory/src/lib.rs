@@ -23,7 +23,7 @@ mod config;
 mod consumer;
 mod dead_letters;
 mod declare;
-mod group;
+mod groups;
 mod history;
 mod inbox;
 mod inspect;
@@ -49,7 +49,7 @@ use crate::broker::{Memory, MemoryBroker};
 
 pub use config::Options;
 
-/// Opens an empty engine. It lives as long as a reference to it; after closing it refuses all calls.
+/// Opens an empty engine. It lives as long as a reference to it. After it is closed, it refuses all calls.
 pub fn open(options: Options) -> Engine {
     let memory = Arc::new(Memory::new(options.clock));
     memory.wake_on_jumps();

@@ -8,7 +8,7 @@ use everbus_core::{
 };
 
 use crate::broker::Memory;
-use crate::group::{Group, RowState};
+use crate::groups::{Group, RowState};
 use crate::outcomes;
 use crate::records::{Seq as _, any_matches};
 use crate::state::State;
@@ -140,7 +140,7 @@ impl State {
                 if !kept.current().is_empty() {
                     state = EventState::Processing;
                 } else if skipped.is_none() {
-                    // The attempt after the last failed one handled it.
+                    // One more attempt than the failed ones: the attempt that handled the event.
                     attempts = attempts.saturating_add(1);
                 }
             }

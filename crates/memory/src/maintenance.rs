@@ -22,7 +22,7 @@ impl Memory {
             let was_open = state.dead.is_open(position, &group);
             state.dead.remove(position, &group);
             if let Some(age) = retention.dead_letters.filter(|_| was_open) {
-                // It was never handled, and the event is removed by its own age.
+                // The group never handled the event. The event itself is removed when it is old enough.
                 state.skip(position, &group, &letter_kept_for(age));
             }
             state.wake_waiters(position);
@@ -159,7 +159,7 @@ impl Maintenance for Memory {
     }
 }
 
-/// The record after a check now.
+/// Checks the clock, and returns the new record of the check.
 fn look_at_clock(state: &State, now: Timestamp) -> ClockRecord {
     let newest = state
         .records

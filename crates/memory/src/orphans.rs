@@ -1,4 +1,4 @@
-//! Objects without an event.
+//! Notes about objects in the object store whose event was removed.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ impl Default for Left {
 }
 
 impl Left {
-    /// An event is being removed: makes a note of its object.
+    /// Notes the object of an event that is being removed, if it has one.
     pub(crate) fn note(&mut self, event: &Event, now: Timestamp) {
         let Some(overflow) = event.overflow() else {
             return;
@@ -37,7 +37,7 @@ impl Left {
         });
     }
 
-    /// An event has been appended: removes the note of its object.
+    /// Removes the note of the object of an event that was appended.
     pub(crate) fn born(&mut self, event: &Event) {
         if let Some(overflow) = event.overflow() {
             let name = (overflow.bucket.clone(), overflow.key.clone());

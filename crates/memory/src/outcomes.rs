@@ -1,22 +1,22 @@
-//! The record of an event that failed before a group finished it. An event that succeeds at its first
-//! attempt has none.
+//! Outcomes: what is kept of an event that failed before a group finished it. An event that succeeds at its
+//! first attempt has no outcome.
 
 use everbus_core::{DeadLetter, Death, Ended, Failure, Ran, Timestamp, all_failures, given_up};
 
-use crate::group::Group;
+use crate::groups::Group;
 
-/// The end of an event that had failed in a group.
+/// The attempts, the failures and the end of an event that failed in a group before it was finished.
 #[derive(Debug)]
 pub(crate) struct Outcome {
-    /// Attempts begun, the last included.
+    /// How many attempts began, including the last one.
     attempts: u32,
     failures: Vec<Failure>,
     pub(crate) ended: Ended,
 }
 
 impl Group {
-    /// Settles a row for good as handled or skipped. Returns whether there was one. If the event failed, in
-    /// this run or `before` it in the dead letters, its failures are kept.
+    /// Settles a row for good as handled or skipped. Returns whether the row existed. Keeps the failures of an
+    /// event that failed in this run, or that was a dead letter `before`.
     pub(crate) fn end(
         &mut self,
         position: u64,
@@ -54,7 +54,7 @@ impl Group {
                 ran: ran.map(|ran| *ran).unwrap_or_default(),
             },
         };
-        // For a replayed event, those of all runs.
+        // The outcome of a replayed event has the attempts and failures of all runs.
         if let Some(before) = self.outcomes.remove(&position) {
             outcome.attempts += before.attempts;
             outcome.failures = all_failures(before.failures, outcome.failures);
@@ -63,8 +63,7 @@ impl Group {
     }
 }
 
-/// All attempts and failures of a finished event: those of a retried dead letter, and those kept at its
-/// end.
+/// All attempts and failures of a finished event: those of its retried dead letter, and those of its outcome.
 pub(crate) fn all(dead: Option<&DeadLetter>, outcome: Option<&Outcome>) -> (u32, Vec<Failure>) {
     let letters = dead.map_or(&[][..], |letter| &letter.failures);
     let kept = outcome.map_or(&[][..], |outcome| &outcome.failures);

@@ -19,7 +19,7 @@ impl Stages {
         self.0.entry(position).or_default().push(stage);
     }
 
-    /// The event was removed.
+    /// Removes the stages of an event that is removed.
     pub(crate) fn forget(&mut self, position: u64) {
         self.0.remove(&position);
     }
@@ -46,7 +46,7 @@ impl State {
     fn stages_of(&self, event: &EventKey, stage: Option<&Stage>) -> Vec<StoredStage> {
         let position = self.position_of(event);
         let stages = position.and_then(|position| self.stages.0.get(&position));
-        // Includes stages that wait for their event.
+        // Includes stages whose event is not ingested yet.
         let early = self.early.iter().filter(|(to, _)| to == event);
         let early = early.map(|(_, stage)| stage);
         let wanted = stages.into_iter().flatten().chain(early);

@@ -1,4 +1,4 @@
-//! The log itself: events by position, and the used ids.
+//! The log: events by position, and the ids in use.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ pub(crate) struct Records {
     slots: VecDeque<Option<Arc<Recorded>>>,
     kept: u64,
     last_received: Timestamp,
-    /// Time-ordered ids are added at the end of the tree; the tenant is read from the event.
+    /// The ids with their positions. The tenant of an id is read from the event.
     ids: BTreeSet<(EventId, u64)>,
 }
 

@@ -23,7 +23,7 @@ impl State {
         let (Some(_), Some(group)) = (self.records.get(position), self.groups.get(&group)) else {
             return Redelivery::Gone;
         };
-        let owed = position > group.position
+        let owed = position > group.cursor
             || group.rows.contains_key(&position)
             || self.dead.is_open(position, &group.name);
         if owed {

@@ -7,12 +7,12 @@ use everbus_core::{
     dead_letter_notice,
 };
 
-use crate::group::{Group, Row};
+use crate::groups::{Group, Row};
 use crate::records::{LeaseParts as _, Seq as _};
 use crate::state::State;
 
 impl State {
-    /// The group in which a lease is held now.
+    /// The group of a lease. Fails with `LeaseLost` if the lease is no longer held.
     pub(crate) fn holder(&mut self, lease: &Lease, now: Timestamp) -> Result<&mut Group> {
         let lost = || {
             let what = format!("the lease on event {} had ended", lease.seq());
@@ -52,7 +52,7 @@ impl State {
         }
         let record = record.filter(|_| acked && inbox);
         let handled = |record: &Arc<Recorded>| self.inbox.contains(lease.slot(), &record.event);
-        // An event that the inbox knows is acked without its other effects.
+        // If the inbox knows the event already, it is acked, but its follow-ups are not appended again.
         let again = record.as_ref().is_some_and(handled);
         if !follow_ups.is_empty() && !again {
             self.append(follow_ups, now)?;
@@ -92,7 +92,7 @@ impl State {
         Ok(())
     }
 
-    /// Makes an event a dead letter, and appends its notice.
+    /// Makes an event a dead letter and appends the notice about it. In an ephemeral group, skips the event instead.
     pub(crate) fn bury(
         &mut self,
         group: GroupName,
@@ -111,7 +111,7 @@ impl State {
         let (last, attempts) = (letter.failures.last(), letter.attempts);
         let notice = dead_letter_notice(&letter.record, &letter.group, attempts, last, died_at);
         if let Some(notice) = notice {
-            // The notice was appended before, at the same time, with another text: once is enough.
+            // An error means that a notice with this id exists with another text. One notice is enough.
             let _ = self.append(vec![notice], now);
         }
     }

@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use crate::audit::Trail;
 use crate::checkpoints::Saved;
 use crate::dead_letters::DeadLetterTable;
-use crate::group::Group;
+use crate::groups::Group;
 use crate::inbox::Handled;
 use crate::kv::Values;
 use crate::orphans::Left;
@@ -22,13 +22,14 @@ use crate::store::{Early, Failed};
 pub(crate) struct State {
     pub(crate) closed: bool,
     pub(crate) records: Records,
-    /// By number; a number is never used again, so an old lease or consumer cannot refer to a new group.
+    /// The groups by number. A number is never used again, so an old lease or consumer cannot refer to a new
+    /// group.
     pub(crate) groups: BTreeMap<u64, Group>,
     pub(crate) names: BTreeMap<GroupName, u64>,
     pub(crate) dead: DeadLetterTable,
     pub(crate) inbox: Handled,
     pub(crate) stages: Stages,
-    /// What the runtime reported about events that another broker moves.
+    /// Failed attempts of events that another engine moves.
     pub(crate) failed: Failed,
     pub(crate) early: Early,
     pub(crate) orphans: Left,
@@ -37,9 +38,9 @@ pub(crate) struct State {
     pub(crate) audit: Trail,
     pub(crate) next_token: u64,
     next_number: u64,
-    /// The last check of the clock.
+    /// The record of the last check of the clock.
     pub(crate) clock: Option<ClockRecord>,
-    /// The tasks that wait for a position to be settled, and their number.
+    /// By position: how to wake the tasks that wait until the event is settled, and how many they are.
     pub(crate) waiters: HashMap<u64, (Arc<Notify>, usize)>,
 }
 
@@ -77,7 +78,7 @@ impl State {
         number.ok_or_else(|| no_group(name))
     }
 
-    /// Takes back every lease that ended.
+    /// Ends every lease whose time is over, in all groups.
     pub(crate) fn end_leases(&mut self, now: Timestamp) {
         self.groups
             .values_mut()
@@ -112,7 +113,8 @@ impl State {
         self.is_needed_but_for(record, |_| false)
     }
 
-    /// The same, without the dead letters of some groups.
+    /// Like [`is_needed`](Self::is_needed), but the dead letters of the groups for which `gone` is true do not
+    /// count.
     pub(crate) fn is_needed_but_for(
         &self,
         record: &Recorded,

@@ -9,7 +9,7 @@ use everbus_core::{
 };
 
 use crate::broker::Memory;
-use crate::group::Group;
+use crate::groups::Group;
 use crate::records::Seq as _;
 use crate::state::State;
 
@@ -39,8 +39,8 @@ impl State {
         seq
     }
 
-    /// The position of an event, ingested if it is new, and the number of a group. A group without
-    /// subscriptions is moved to the end of the log.
+    /// Returns the number of a group and the position of an event. Ingests the event if it is new, and creates
+    /// the group if it is new. The cursor of a group without subscriptions moves to the end of the log.
     fn told_of(&mut self, name: &GroupName, record: &Recorded, now: Timestamp) -> (u64, u64) {
         let seq = self.ingest(record, now);
         let head = self.records.head();
@@ -68,7 +68,8 @@ impl State {
         self.failed.get(&(*number, seq))
     }
 
-    /// The group has finished an event: its failures do not belong to a next attempt.
+    /// Ends the recorded failures of an event that the group has finished, so that they do not count for a later
+    /// delivery.
     fn end_failures(&mut self, key: (u64, u64)) {
         if let Some(kept) = self.failed.get_mut(&key) {
             kept.end();
@@ -180,7 +181,7 @@ impl Store for Memory {
             if let Some(kept) = state.failed.get_mut(&key) {
                 kept.forget_current();
             }
-            // The dead letter has the outcome of the event.
+            // The event is a dead letter now, and no longer a skipped event.
             if let Some(group) = state.groups.get_mut(&key.0) {
                 group.skipped.remove(&key.1);
             }

@@ -1,4 +1,4 @@
-//! The pending events of a stream, and dropping the oldest when it is full.
+//! Counts the pending events of a stream, and drops the oldest when the stream is full.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -6,13 +6,13 @@ use std::sync::Arc;
 use everbus_core::{BoxFuture, DROPPED, Depth, Pattern, Recorded, Result, Timestamp};
 
 use crate::broker::Memory;
-use crate::group::{Group, RowState};
+use crate::groups::{Group, RowState};
 use crate::records::{Records, Seq as _};
 
 impl Group {
-    /// Whether the group has not yet reached an event that is for it and was not dropped.
+    /// Whether the group will get an event that it has not reached: it is for the group and was not dropped.
     pub(crate) fn awaits(&self, record: &Recorded) -> bool {
-        record.seq() > self.position
+        record.seq() > self.cursor
             && self.is_due(&record.event)
             && !self.dropped.contains(&record.seq())
     }
@@ -28,14 +28,15 @@ impl Group {
             let matches = stream.matches(row.record.event.event_type());
             matches.then_some((row.record.seq(), in_flight))
         });
-        let beyond = records.after(self.position).filter_map(|record| {
+        let beyond = records.after(self.cursor).filter_map(|record| {
             let matches = stream.matches(record.event.event_type()) && self.awaits(record);
             matches.then_some((record.seq(), false))
         });
         rows.chain(beyond)
     }
 
-    /// Skips the oldest waiting events until at most this many are pending. Returns the skipped ones.
+    /// Skips the oldest pending events, except those in flight, until at most `keep` are pending. Returns the
+    /// skipped ones.
     fn drop_oldest(
         &mut self,
         stream: &Pattern,
@@ -57,8 +58,8 @@ impl Group {
                 self.dropped.insert(*position);
             }
         }
-        // Events that the group has passed since, removed ones included, need not be remembered.
-        self.dropped = self.dropped.split_off(&(self.position + 1));
+        // Dropped events that the cursor has passed need not be remembered.
+        self.dropped = self.dropped.split_off(&(self.cursor + 1));
         if !dropped.is_empty() {
             let reason: Arc<str> = DROPPED.into();
             let reasons = dropped.iter().map(|position| (*position, reason.clone()));

@@ -1,4 +1,4 @@
-//! Callers that wait until an event is settled.
+//! Waiting until an event is settled in every group.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,8 @@ use crate::log::no_event;
 use crate::state::State;
 
 impl State {
-    /// The result of an event in the groups that existed when it was appended; `None` if it is not settled.
+    /// The outcome of an event in the groups that existed when it was appended; `None` if a group has not settled
+    /// it yet.
     pub(crate) fn outcome(&self, position: u64) -> Result<Option<SettledOutcome>> {
         let Some(record) = self.records.get(position) else {
             return Err(no_event(position));
@@ -75,7 +76,7 @@ impl Settled for Memory {
     }
 }
 
-/// An entry among the waiters of a position; removed when the future is dropped.
+/// A waiting call, as an entry in [`State::waiters`](crate::state::State). Dropping it removes the entry.
 struct Waiting<'a> {
     memory: &'a Memory,
     position: u64,

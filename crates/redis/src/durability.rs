@@ -1,4 +1,4 @@
-//! How durable the server is: read from its settings, as far as it tells them.
+//! How durable the server is, read from its settings as far as this user may read them.
 
 use std::collections::HashMap;
 
@@ -7,17 +7,21 @@ use everbus_core::{Code, Durability, Error, Result, Weakness};
 use crate::client::{Link, Read as _};
 use crate::config::Options;
 
-/// The largest value that a server takes unless it is set otherwise.
+/// The default of `proto-max-bulk-len`: the largest value, in bytes, that the server accepts.
 const MAX_BULK: u64 = 512 << 20;
 
-/// The durability of acknowledged events, and what keeps it from being better.
+/// The durability of acknowledged events, and the settings that weaken it.
 #[derive(Clone, Debug)]
 pub(crate) struct Grade {
     pub(crate) durability: Durability,
     pub(crate) weaknesses: Vec<Weakness>,
 }
 
-/// Checks the server: its version, its role, and what it does when memory is full.
+/// Checks the server, and returns its durability and the largest value that it accepts, in bytes.
+///
+/// Fails if the server is older than 7.0, is a replica, is a cluster, or evicts any key when its memory is full (unless
+/// `allow_eviction` is set). Every other weak setting is a [`Weakness`]: eviction, no append-only file, writes that are
+/// not synced, no replicas, or replicas that may trail.
 pub(crate) async fn check(link: &Link, options: &Options) -> Result<(Grade, u64)> {
     let mut info = redis::cmd("INFO");
     let info = link.ask(info.arg("everything")).await?.text()?;
@@ -134,7 +138,7 @@ pub(crate) async fn check(link: &Link, options: &Options) -> Result<(Grade, u64)
     Ok((grade, max_bulk.unwrap_or(MAX_BULK)))
 }
 
-/// The settings that the server tells this user; none if it may not ask.
+/// The settings that this user may read (`CONFIG GET`). A setting that it may not read is left out.
 async fn settings(link: &Link) -> HashMap<String, String> {
     let names = [
         "appendonly",

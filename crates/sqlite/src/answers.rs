@@ -1,9 +1,9 @@
-//! Answers to durable publishes, on their way to the publishers.
+//! Sends the answers of a committed transaction to the publishers.
 //!
-//! Waking a task from outside its runtime costs a lock and often a system call. So the writer wakes one
-//! publisher of many. That publisher wakes the others from its own thread, while the writer begins the next
-//! transaction. No answer depends on this: the writer itself sends what is left after its next commit, or
-//! when it has nothing else to do.
+//! Waking a task from outside its runtime costs a lock and often a system call. So the writer answers one
+//! publisher only. That publisher sends the other answers from its own thread, while the writer begins the
+//! next transaction. No answer depends on that publisher: the writer sends the answers that are left after
+//! its next commit, or when it has nothing else to do.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,17 +12,17 @@ use everbus_core::{Appended, Error, Result};
 
 use crate::queue::{Command, Reply};
 
-/// Answers taken at a time, so that other publishers can help.
+/// How many answers a thread takes at a time. The rest stays for other publishers, which help to send.
 const AT_A_TIME: usize = 64;
 
-/// A waiting publisher, and its answer if the transaction commits.
+/// A waiting publisher, and the answer that it gets if the transaction commits.
 pub(crate) enum Published {
     One(Reply<Appended>, Result<Appended>),
     Batch(Reply<Vec<Result<Appended>>>, Result<Vec<Result<Appended>>>),
 }
 
 impl Published {
-    /// A publish that fails with the whole transaction.
+    /// The answer to a publish that is refused with this error. `None` if the command is not a publish.
     pub(crate) fn refused(command: Command, error: &Error) -> Option<Self> {
         match command {
             Command::AppendOne { reply, .. } => Some(Self::One(reply, Err(error.clone()))),
@@ -31,6 +31,7 @@ impl Published {
         }
     }
 
+    /// The error of the whole publish, if it has one. Errors of single events in a batch are not included.
     pub(crate) fn error(&self) -> Option<&Error> {
         match self {
             Self::One(_, result) => result.as_ref().err(),
@@ -38,7 +39,7 @@ impl Published {
         }
     }
 
-    /// Returns whether the publisher still waited.
+    /// Sends the answer. Returns whether the publisher still waits for it.
     fn answer(self) -> bool {
         match self {
             Self::One(reply, result) => reply.send(result).is_ok(),
@@ -46,6 +47,7 @@ impl Published {
         }
     }
 
+    /// Sends this error in place of the answer: the transaction did not commit.
     pub(crate) fn fail(self, error: Error) {
         match self {
             Self::One(reply, _) => drop(reply.send(Err(error))),
@@ -54,7 +56,7 @@ impl Published {
     }
 }
 
-/// State shared by the writer and the publishers.
+/// The answers that are not sent yet. The writer and the publishers share them.
 #[derive(Default)]
 pub(crate) struct Answers {
     waiting: Mutex<VecDeque<Published>>,
@@ -65,19 +67,20 @@ impl Answers {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends one of these answers, and leaves the others to [`send`](Self::send).
+    /// Sends one of these answers, and keeps the others for [`send`](Self::send), which the answered
+    /// publisher calls. Sends all of them if the first publisher no longer waits.
     pub(crate) fn put(&self, published: &mut Vec<Published>) {
-        // Answers left from the transaction before.
+        // Sends the answers that are left from the previous transaction.
         self.send();
         let first = published.pop();
         self.lock().extend(published.drain(..));
         if !first.is_some_and(Published::answer) {
-            // That publisher no longer waits.
+            // The first publisher no longer waits, so it cannot send the others.
             self.send();
         }
     }
 
-    /// Sends the answers that are left.
+    /// Sends all answers that are left.
     pub(crate) fn send(&self) {
         loop {
             let mut waiting = self.lock();
@@ -94,7 +97,7 @@ impl Answers {
     }
 }
 
-/// When the writer ends, every durable publish still gets its answer.
+/// Sends the answers that are left, so that every durable publish gets its answer when the engine ends.
 impl Drop for Answers {
     fn drop(&mut self) {
         self.send();
@@ -115,12 +118,13 @@ mod tests {
     use crate::broker::SqliteEngine;
     use crate::handle::Handle;
 
-    /// Long enough for a machine that stalls.
-    const PATIENCE: Duration = Duration::from_secs(60);
+    /// Long enough for a slow machine.
+    const TIMEOUT: Duration = Duration::from_secs(60);
 
     type Publish<'a> = BoxFuture<'a, Result<Vec<Result<Appended>>>>;
 
-    /// Keeps the writer until the sender is dropped: what is queued meanwhile is one transaction.
+    /// Blocks the writer until the returned sender is dropped. Commands that are queued meanwhile become one
+    /// transaction.
     fn hold(handle: &Arc<Handle>) -> mpsc::Sender<()> {
         let (go, wait) = mpsc::channel::<()>();
         let (began, begun) = mpsc::channel::<()>();
@@ -158,9 +162,9 @@ mod tests {
             let more = match n {
                 5 => vec![known.clone()],
                 20 => vec![event(known.id(), "another body")],
-                // Twice in one statement.
+                // The same event twice in one statement.
                 35 => vec![one.clone()],
-                // Refused as a whole, after rows of it were written.
+                // The last event makes the whole batch fail, after rows of the batch were written.
                 40 => (0..40)
                     .map(|n| event(EventId::new(), &n.to_string()))
                     .chain([event(known.id(), "another body")])
@@ -205,12 +209,12 @@ mod tests {
             let go = hold(&engine.handle);
             let new = || event(EventId::new(), "a");
             let others: Vec<Publish<'_>> = (0..40).map(|_| engine.append(vec![new()])).collect();
-            // The writer answers the last one first.
+            // The writer answers this publisher first.
             let last = engine.append(vec![new()]);
             let last = (!gives_up).then_some(last);
             drop(go);
             for other in others {
-                let answer = tokio::time::timeout(PATIENCE, other).await;
+                let answer = tokio::time::timeout(TIMEOUT, other).await;
                 answer.expect("it is answered").unwrap();
             }
             drop(last);

@@ -19,13 +19,14 @@ use crate::{Bench, Figure};
 const CLIENTS: u64 = 500;
 const RATE: u64 = 1000;
 const SECONDS: u64 = 10;
-/// Events are published in steps of this length.
+/// A batch of events is published this often.
 const STEP: Duration = Duration::from_millis(10);
-/// How many in each, at a rate of 1,000 per second.
+/// How many events are in a batch: [`RATE`] times [`STEP`].
 const IN_STEP: u64 = 10;
+/// The 99th percentile must be below this many microseconds.
 const LIMIT_US: f64 = 100_000.0;
-/// A client that has not got everything by then has lost something.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The bench fails if a client has not received every event after this time.
+const TIMEOUT: Duration = Duration::from_secs(60);
 const UPGRADE: &str = "GET /ws HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\
                        sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n";
 const SUBSCRIBE: &[u8] = br#"{"type":"subscribe","id":"a","patterns":["bench.>"]}"#;
@@ -46,7 +47,7 @@ async fn fan_out(bench: &Bench, bus: &Bus, clients: u64, events: u64) -> Result<
     for _ in 0..clients {
         let client = connect(serving.address).await?;
         listening.spawn(tokio::time::timeout(
-            PATIENCE,
+            TIMEOUT,
             receive(client, events, sent.clone()),
         ));
     }
@@ -59,7 +60,7 @@ async fn fan_out(bench: &Bench, bus: &Bus, clients: u64, events: u64) -> Result<
         steps.tick().await;
         let upto = events.min(next + IN_STEP);
         let batch: Result<Vec<_>> = (next..upto).map(Maker::numbered).collect();
-        // Before the commit: the time of a client begins when the publisher hands the event over.
+        // The time is marked before the publish, so a latency includes the commit.
         (next..upto).for_each(|n| sent.mark(usize::try_from(n).unwrap_or(usize::MAX)));
         bus.publish_batch(batch?).await?;
         next = upto;
@@ -82,7 +83,7 @@ async fn fan_out(bench: &Bench, bus: &Bus, clients: u64, events: u64) -> Result<
         )))
 }
 
-/// A client that has subscribed.
+/// Connects a client, upgrades it to a WebSocket and subscribes it.
 async fn connect(address: SocketAddr) -> Result<Client> {
     let mut client = Client::connect(address).await?;
     client
@@ -95,7 +96,7 @@ async fn connect(address: SocketAddr) -> Result<Client> {
         let head = String::from_utf8_lossy(&head);
         return Err(wrong(format!("no WebSocket: {head}")));
     }
-    // A text frame with a mask of zeros.
+    // A text frame, with a mask of zeros: a mask is required, and this one leaves the payload as it is.
     let length = u8::try_from(SUBSCRIBE.len()).map_err(|_| wrong("too long"))?;
     let mut frame = vec![0x81, 0x80 | length, 0, 0, 0, 0];
     frame.extend_from_slice(SUBSCRIBE);
@@ -108,7 +109,7 @@ async fn connect(address: SocketAddr) -> Result<Client> {
     }
 }
 
-/// The payload of the next frame. The server does not split messages, and sends no mask.
+/// Reads the payload of the next frame. Relies on a server that splits no message over frames and sends no mask.
 async fn frame_of(client: &mut Client) -> Result<BytesMut> {
     loop {
         let bytes = &client.bytes;
@@ -135,7 +136,7 @@ async fn frame_of(client: &mut Client) -> Result<BytesMut> {
     }
 }
 
-/// Receives every event, in order, and says how late each was.
+/// Receives all events and returns the latency of each. Fails if an event is missing or out of order.
 async fn receive(mut client: Client, events: u64, sent: Moments) -> Result<Vec<Duration>> {
     const MARK: &[u8] = br#""n":""#;
     const DIGITS: usize = 10;

@@ -10,14 +10,14 @@ use everbus_core::{
 
 use crate::guard;
 
-/// How many events are copied in one step.
+/// At most this many events are copied in one step.
 const BATCH: usize = 256;
 const LEASE: Duration = Duration::from_secs(60);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
 fn everything() -> Result<Vec<Pattern>> {
-    // The pattern `*` leaves out the system's own events.
+    // The pattern `*` does not match `system.…` events.
     Ok(vec![Pattern::new("*")?, Pattern::new("system.>")?])
 }
 
@@ -55,8 +55,8 @@ pub(super) async fn run(broker: Arc<dyn Broker>, store: Arc<dyn Store>) {
     }
 }
 
-/// Copies until an error. Events that were fetched and not copied are delivered again when their lease
-/// ends.
+/// Copies events until an error. Events that were fetched but not copied are delivered again when their leases
+/// end.
 async fn copy(broker: &dyn Broker, store: &dyn Store, pause: &mut Duration) -> Result<()> {
     let options = ConsumeOptions::new(everything()?)
         .prefetch(BATCH * 2)

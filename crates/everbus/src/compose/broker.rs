@@ -1,4 +1,4 @@
-//! The `Broker` operations of a broker with a store beside it; verdicts are in `settle`.
+//! The trait `Broker` for a broker with a store beside it. Settlements are in `settle`.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ pub(super) struct Shared {
     pub(super) clock: Arc<dyn Clock>,
     /// The capabilities of the broker.
     pub(super) offers: Capabilities,
-    /// Notified when the clock was set: waiting events may be due.
+    /// Notified when the clock jumps, because waiting events may be due then.
     pub(super) jumped: Arc<Notify>,
     held: Mutex<HashMap<Lease, Held>>,
 }
@@ -40,7 +40,8 @@ pub(super) struct Held {
     pub(super) lease: Duration,
     /// When the lease ends, as far as this process knows.
     until: Timestamp,
-    /// The events of the verdict are in the broker: repeating the verdict does not append them again.
+    /// Whether the events of the verdict are in the broker. If so, repeating the verdict does not append them
+    /// again.
     pub(super) appended: Arc<AtomicBool>,
 }
 
@@ -49,8 +50,8 @@ impl Shared {
         self.held.lock()
     }
 
-    /// Records deliveries with leases that began at `since`, and forgets deliveries whose lease ended
-    /// without a verdict.
+    /// Records deliveries whose leases began at `since`. When the table is full, first forgets deliveries whose
+    /// lease ended without a verdict.
     pub(super) fn hold(
         &self,
         group: &GroupName,
@@ -78,7 +79,8 @@ impl Shared {
         }
     }
 
-    /// Splits deliveries: those whose event the group holds in no other delivery, and the rest.
+    /// Splits deliveries into first and second copies: a second copy is of an event that this process already
+    /// holds for the group, or that is earlier in the batch.
     pub(super) fn apart(
         &self,
         group: &GroupName,
@@ -95,8 +97,9 @@ impl Shared {
         batch.into_iter().partition(|delivery| is_first(delivery))
     }
 
-    /// The delivery of a lease. A verdict after the end of its lease is refused here: a broker without fencing
-    /// tokens would apply it to another delivery of the event, and with them the store would have it already.
+    /// The delivery of a lease; `None` if it is not known or has ended. A verdict after the end of the lease must
+    /// reach neither the store nor the broker: the store would record it although the broker refuses it, and a
+    /// broker without fencing tokens would apply it to another delivery of the event.
     pub(super) fn held(&self, lease: &Lease) -> Option<Held> {
         let held = self.lock().get(lease).cloned()?;
         let is_over = held.until < self.clock.now();
@@ -106,10 +109,10 @@ impl Shared {
 
 pub(super) struct Beside {
     pub(super) shared: Arc<Shared>,
-    /// The engine that the store belongs to: closed with the broker.
+    /// The broker of the engine that the store belongs to. It is closed together with the broker.
     store_broker: Arc<dyn Broker>,
     pub(super) letters: Arc<dyn DeadLetters>,
-    /// Ephemeral groups: the store keeps nothing for them, so they have no dead letters.
+    /// The ephemeral groups. The store keeps nothing for them, so they have no dead letters.
     ephemeral: Mutex<HashSet<GroupName>>,
 }
 
@@ -124,8 +127,8 @@ impl Beside {
         let jumped = Arc::<Notify>::default();
         let wake = jumped.clone();
         clock.on_jump(Box::new(move || wake.notify_waiters()));
-        // Follow-ups come before everything that the store gets: an event that the store has as handled, and
-        // whose verdict the broker never got, would not run again.
+        // Follow-ups are appended before the store is written, so they are not atomic with the ack. In the other
+        // order a crash in between would lose them: the inbox knows the event, so the handler does not run again.
         let offers = broker.capabilities().atomic_follow_ups(false);
         let shared = Arc::new(Shared {
             offers,
@@ -159,9 +162,9 @@ impl BrokerLayer for Beside {
         let offers = self.shared.offers.clone();
         let mut offers = offers.atomic_dead_letter(false);
         offers.transaction = None;
-        // Known once the streams are declared.
+        // Read from the broker each time, because it is known only after the streams are declared.
         offers.drops_by_age = self.shared.broker.capabilities().drops_by_age;
-        // A dead letter is kept by the store alone.
+        // Only the store keeps dead letters, so they are only as durable as the store.
         offers.durability = offers
             .durability
             .min(self.store_broker.capabilities().durability);
@@ -179,7 +182,7 @@ impl BrokerLayer for Beside {
         })
     }
 
-    /// Removes the group from the store too: a new group with the same name has handled nothing.
+    /// Removes the group from the store too, so that a new group with the same name has handled nothing.
     fn remove_group(&self, group: GroupName) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             if group.as_str() == ARCHIVE {
@@ -187,7 +190,7 @@ impl BrokerLayer for Beside {
                 let error = Error::new(Code::InvalidSetting, what);
                 return Err(error.hint("to do without a store, open the broker without one"));
             }
-            // The store first: after a crash in between, the group still exists and can be removed again.
+            // The store comes first: after a crash in between, the group still exists and can be removed again.
             match self.store_broker.remove_group(group.clone()).await {
                 Err(error) if error.code() != Code::GroupNotFound => return Err(error),
                 _ => {}
@@ -228,14 +231,14 @@ impl BrokerLayer for Beside {
     ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
         Box::pin(async move {
             let lease = options.lease;
-            // A dead letter that the broker made by itself would be missing in the store: an event without a
-            // handler comes with a failure that says so, and dies here.
+            // The broker must not make dead letters by itself, because the store would not have them. It hands
+            // out an event without a handler with a failure that says so, and this layer dead-letters it.
             let unhandled = options.no_handler_after;
             let mut options = options.no_handler_after(Duration::MAX);
             options.hand_out_unhandled = Some(unhandled);
             if !self.shared.offers.native_delay {
-                // Events that wait here are unsettled. They must not count against the concurrency of the
-                // consumer.
+                // Events that wait in this process are not settled in the broker. They must not count against
+                // the concurrency of the consumer.
                 options.concurrency = None;
             }
             let inner = self.shared.broker.consume(group.clone(), options).await?;

@@ -22,17 +22,17 @@ pub(super) struct ConsumerBeside {
     group: GroupName,
     shared: Arc<Shared>,
     waiting: Arc<Waiting>,
-    /// Fetched from the broker; the store is asked about them next.
+    /// Deliveries that were fetched from the broker and whose failures have not been read from the store yet.
     fetched: Vec<Delivery>,
-    /// When they were fetched, which is when their leases began.
+    /// When `fetched` was fetched, which is when the leases began.
     fetched_at: Timestamp,
     paused: bool,
     lease: Duration,
     keeper: Keeper,
 }
 
-/// The task that extends leases. It ends with its consumer, also when the consumer is dropped. Then it
-/// gives waiting events back; otherwise no other consumer would get them until they are due.
+/// The task that extends the leases of waiting events. It ends when the consumer is closed or dropped. The
+/// waiting events are then released; otherwise no other consumer would get them until they are due.
 struct Keeper {
     task: JoinHandle<()>,
     shared: Arc<Shared>,
@@ -84,9 +84,9 @@ impl ConsumerBeside {
         }
     }
 
-    /// Waits for deliveries and records them. The batch may be empty, if all of them have to wait.
+    /// Waits for deliveries and records them. The result is empty if all of them have to wait.
     async fn next_batch(&mut self, max: usize) -> Result<Vec<Delivery>> {
-        // If the store did not answer before the leases ended, other consumers get these events.
+        // If the store did not answer before the leases ended, the broker delivers these events again.
         if self.fetched_at.plus(self.lease) <= self.shared.clock.now() {
             self.fetched.clear();
         }
@@ -107,7 +107,7 @@ impl ConsumerBeside {
             }
             let next = self.waiting.next_due();
             let nap = next.map_or(Duration::MAX, |due| due.since(now));
-            // Cancelling the broker's fetch loses nothing.
+            // The broker's fetch is cancel safe.
             tokio::select! {
                 biased;
                 batch = self.inner.fetch(max) => {
@@ -119,15 +119,15 @@ impl ConsumerBeside {
                 () = tokio::time::sleep(nap), if next.is_some() && !self.paused => {}
             }
         }
-        // A handler must know how often it has failed: if the store does not answer, the next call asks
-        // again.
+        // A handler must know its earlier failures. If the store cannot be read, `fetched` stays, and the next
+        // call reads the store again.
         let batch = with_failures(&self.shared, &self.group, self.fetched.clone()).await?;
         self.fetched.clear();
         Ok(self.hand_out(batch, self.fetched_at))
     }
 
-    /// Records deliveries. A second copy of an event that is being handled waits until the first is
-    /// settled: only then does the inbox know the event.
+    /// Records deliveries and returns those to handle now. If the broker may deliver an event twice, the second
+    /// copy waits until the first one is settled, because only then does the inbox know the event.
     fn hand_out(&self, batch: Vec<Delivery>, since: Timestamp) -> Vec<Delivery> {
         let (batch, twins) = match self.shared.offers.deduplication {
             Deduplication::WhileRetained => (batch, Vec::new()),
@@ -143,18 +143,17 @@ impl ConsumerBeside {
     }
 }
 
-/// How long the second copy of an event waits before the first one is checked again.
+/// How long the second copy of an event waits before this process checks again whether the first is settled.
 const TWINS_WAIT: Duration = Duration::from_millis(50);
 
-/// An event that was delivered this often without an outcome is taken for a poison event that kills its
-/// process. A broker's delivery count also includes deliveries that were given back, so a smaller count
-/// proves nothing: NATS counts each time that a process without a handler leaves an event to others, about 35
-/// times until it is given up after a day.
+/// An event with this many more deliveries than outcomes is taken for a poison event that kills its process. A
+/// smaller number proves nothing, because a broker's delivery count includes released deliveries: NATS counts
+/// each time that a process without a handler releases an event, about 35 times until the event is given up
+/// after a day.
 const UNEXPLAINED: u32 = 40;
 
-/// Adds the failures of earlier attempts and sets the attempt number from them: a broker's delivery count
-/// is not an attempt count. If the broker counts attempts, a first attempt has no earlier failures, and the
-/// store is not asked.
+/// Adds the failures of earlier attempts from the store, and sets the attempt number from them if the broker
+/// counts deliveries and not attempts. If the broker counts attempts, the store is not read for first attempts.
 async fn with_failures(
     shared: &Shared,
     group: &GroupName,
@@ -175,12 +174,12 @@ async fn with_failures(
         let begun = kept.last().map_or(0, |last| last.attempt);
         let mut crashes = std::mem::take(&mut delivery.failures);
         delivery.failures = kept;
-        // Only the broker knows that it could not read the event, and that no process has a handler for it.
+        // Failures that only the broker knows: it could not read the event, or no process has a handler for it.
         let is_final =
             |f: &Failure| matches!(f.kind, FailureKind::Corrupt | FailureKind::NoHandler);
         let last: Vec<Failure> = crashes.extract_if(.., |f| is_final(f)).collect();
         if exact {
-            // Only the broker knows of attempts that ended with their process.
+            // Only the broker knows the attempts that ended because their process died.
             let crashes = crashes.into_iter().filter(|f| f.kind == FailureKind::Crash);
             delivery.failures.extend(crashes);
             delivery.failures.sort_by_key(|failure| failure.attempt);
@@ -199,8 +198,8 @@ async fn with_failures(
     Ok(batch)
 }
 
-/// Extends the leases of waiting events three times per lease duration: each extension outlasts the longest
-/// wait.
+/// Extends the leases of waiting events three times per lease duration. Each extension lasts a lease duration
+/// longer than the longest wait. Forgets events whose lease was lost.
 async fn keep(shared: Arc<Shared>, waiting: Arc<Waiting>, lease: Duration) {
     loop {
         tokio::time::sleep(lease / 3).await;
@@ -272,7 +271,7 @@ impl Consumer for ConsumerBeside {
             let back = given_back(waiting.take_all().into_iter().chain(fetched));
             drop(keeper);
             if !back.is_empty() {
-                // Other consumers get the events at once; if this fails, when their leases end.
+                // Other consumers get the events at once, or if this fails, when the leases end.
                 let _ = shared.broker.settle(back).await;
             }
             inner.close().await

@@ -1,9 +1,9 @@
 //! The dead letters of a broker with a store beside it: stored in the store, retried through the broker.
 //!
-//! A retry publishes a copy of the event, addressed to the group that failed. The id of the copy is made
-//! from the id and the time of the dead letter, so publishing it twice stores it once. The metadata
-//! [`RETRY_OF`] names the original event; if the copy fails for good, the dead letter of the original is
-//! open again.
+//! A retry publishes a copy of the event, addressed to the group that failed. The id of the copy is derived
+//! from the id and the time of the dead letter, so a copy that is published twice is stored once. The metadata
+//! [`RETRY_OF`] names the original event. If the copy fails for good, the dead letter of the original is opened
+//! again.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use everbus_core::{
     Result, SentBack, Store, Timestamp,
 };
 
-/// Metadata of an event that was retried from the dead letters: the id of the original event.
+/// Metadata of the copy that a retry from the dead letters publishes: the id of the original event.
 pub const RETRY_OF: &str = "retry_of";
 
 /// How many dead letters are retried in one step.
@@ -29,7 +29,7 @@ pub(super) struct LettersBeside {
     clock: Arc<dyn Clock>,
 }
 
-/// The original of a retried event, or the event itself.
+/// The original of a retried event. The event itself if it was not retried, or if its dead letter is gone.
 pub(super) async fn original_of(
     letters: &dyn DeadLetters,
     record: &Arc<Recorded>,
@@ -82,8 +82,8 @@ fn retry_of(letter: &DeadLetter) -> Result<Event> {
     })
 }
 
-/// Whether a group exists and has a subscription that matches the event. Other groups do not get the event,
-/// even if it is addressed to them.
+/// Whether a group exists and has a subscription that matches the event. A group without one does not get the
+/// event, even if the event is addressed to it.
 fn wants(groups: &[GroupInfo], group: &GroupName, event: &Event) -> bool {
     let patterns = groups.iter().filter(|info| info.name == *group);
     let mut patterns = patterns.flat_map(|info| &info.patterns);
@@ -105,15 +105,16 @@ impl LettersBeside {
         }
     }
 
-    /// Retries up to `limit` dead letters, oldest event first. The copy is in the broker before the store
-    /// marks the dead letter as retried: after a crash in between, the same copies are published again with
-    /// the same ids.
+    /// Retries up to `limit` dead letters, oldest event first. Appends the copies to the broker, then marks the
+    /// dead letters as retried in the store. After a crash in between, the next retry publishes the same copies
+    /// with the same ids.
     async fn send_back(&self, filter: DeadLetterFilter, limit: usize) -> Result<u64> {
-        // Listed newest first. Only ids are kept in memory: there may be very many.
+        // The store lists the newest first, so all of them are listed. Only ids are kept, because there may be
+        // very many.
         let mut open = Vec::new();
         let groups = self.broker.inspect().await?;
         self.each(filter, |letter| {
-            // An event that its group would not get stays a dead letter.
+            // An event that its group would not get remains a dead letter.
             if wants(&groups, &letter.group, letter.event()) {
                 open.push((letter.event().id(), letter.key()));
             }
@@ -128,7 +129,7 @@ impl LettersBeside {
             let mut keys = Vec::with_capacity(some.len());
             for (id, key) in some {
                 let letters = self.letters.get(*id).await?;
-                // It may have been retried or purged meanwhile.
+                // The dead letter may have been retried or purged meanwhile.
                 let open = letters
                     .iter()
                     .find(|l| l.key() == *key && l.retried_at.is_none());

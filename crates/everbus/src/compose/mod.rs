@@ -1,4 +1,4 @@
-//! A store beside a broker: this module does what the broker cannot do, with the help of the store.
+//! A store beside a broker: this module uses the store to do what the broker cannot do.
 //!
 //! [`compose`] combines the two into an [`Engine`]. Dispatch, replay, dead letters and the command line use
 //! it like any other engine.
@@ -6,13 +6,13 @@
 //! | the broker lacks | what happens instead | where |
 //! |---|---|---|
 //! | a delay | the event waits in this process under a lease that is extended | `waiting` |
-//! | an inbox in the ack | the store is asked before the handler and told before the ack | `settle` |
+//! | an inbox in the ack | the inbox of the store is read before the handler and written before the ack | `settle` |
 //! | failure texts | kept in the store, joined at the next attempt | `settle`, `consumer` |
 //! | dead letter with the ack | the dead letter is put into the store first, then the event is acked | `settle` |
-//! | follow-ups with the ack | appended first, with the ids that a repetition chooses again | `settle` |
+//! | follow-ups with the ack | appended before the ack; a repetition derives the same ids | `settle` |
 //! | redelivery | an event addressed to the group | `dead_letters`, [`crate::replay`] |
 //! | payload stages | kept in the store, where a stage may come before its event | `payloads` |
-//! | values by key | kept in the store | |
+//! | a key-value store | kept in the store | |
 //! | history, find by id | the *archive* group copies every event into the store | `archive` |
 //!
 //! What cannot be done this way (effects in the transaction of an ack, waiting until every group has
@@ -66,7 +66,7 @@ pub async fn compose(broker: Engine, store: Engine, clock: Arc<dyn Clock>) -> Re
         dead_letters: Some(letters),
         payloads,
         settled: broker.settled,
-        // Readers use positions of the store, which the broker does not know.
+        // Not offered: readers have positions of the store, and the broker does not know these.
         redeliver: None,
         depth: broker.depth,
         kv: broker.kv.or(store.kv),

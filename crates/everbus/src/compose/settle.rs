@@ -1,8 +1,8 @@
-//! Verdicts of a broker with a store beside it: what the store must have is durable before the broker gets
-//! the verdict.
+//! Settlements of a broker with a store beside it. Everything that belongs to a verdict is durable in the broker
+//! and the store before the broker gets the verdict itself.
 //!
-//! A batch of verdicts goes through together. Its events are one append and its inbox records are one write,
-//! so an ack with a record costs little more than one without.
+//! A batch is settled together: its events are one append, and its inbox records are one write for each group. So
+//! an ack with an inbox record costs little more than one without.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,7 +24,7 @@ struct Step {
     /// The events of the verdict that are not in the broker yet.
     events: Vec<Event>,
     inbox: bool,
-    /// The delivery that it is about, or why it cannot be settled.
+    /// The delivery to settle, or the error if it cannot be settled.
     held: Result<Held>,
 }
 
@@ -33,8 +33,8 @@ impl Step {
         self.held = Err(error);
     }
 
-    /// What the store records before an ack, if it records anything. The earlier failures of an event must
-    /// not count if it is ever delivered again.
+    /// The delivery, if the store must record before the ack that it was handled: for the inbox, or because the
+    /// event has earlier failures, which must not count if the event is ever delivered again.
     fn to_record(&self) -> Option<&Held> {
         let held = self.held.as_ref().ok()?;
         let is_needed = self.inbox || !held.delivery.failures.is_empty();
@@ -42,15 +42,15 @@ impl Step {
     }
 }
 
-/// What to tell the broker after the store is written.
+/// What happens after the store is written.
 enum Next {
-    /// This verdict.
+    /// The broker gets this verdict.
     Tell(Verdict),
-    /// Nothing: the event waits in this process until it is due.
+    /// The broker gets no verdict; the event waits in this process until it is due.
     Wait(Duration, Box<Delivery>),
 }
 
-/// What the store records for one step of the batch.
+/// The events that the store records as handled for one step of the batch.
 struct Handled {
     index: usize,
     records: Vec<Arc<Recorded>>,
@@ -87,7 +87,8 @@ impl Beside {
             Ok(from_broker) => from_broker,
             Err(error) if told.len() == answers.len() => return Err(error),
             Err(error) => {
-                // The other events wait in this process already: they must not be settled again.
+                // The other events of the batch wait in this process already and must not be settled again, so
+                // the batch does not fail as a whole.
                 for index in told {
                     answers[index] = Err(error.clone());
                 }
@@ -117,8 +118,8 @@ impl Beside {
             )
             .hint("do the effect in the handler, with the context's idempotency key")),
             (None, Some(held)) => Ok(held),
-            // Settled already, or never handed out here. The broker must not get a verdict that the store
-            // does not have.
+            // The delivery was settled already, its lease has ended, or this process never handed it out. The
+            // broker must not get a verdict that the store does not have.
             (_, None) => Err(Error::new(
                 Code::LeaseLost,
                 format!("the lease on event {} had ended", lease.position()),
@@ -138,8 +139,9 @@ impl Beside {
         }
     }
 
-    /// Appends the events of the verdicts before everything else, in the order of the batch. A repetition
-    /// uses the same ids, so the broker or the inboxes of the groups recognise duplicates.
+    /// Appends the events of all verdicts to the broker, in the order of the batch. A step whose events cannot be
+    /// appended is refused. A repetition uses the same ids, so the broker or the inboxes of the groups recognise
+    /// duplicates.
     async fn append_events(&self, steps: &mut [Step]) {
         let mut events = Vec::new();
         let mut of_steps: Vec<(&mut Step, usize)> = Vec::new();
@@ -164,7 +166,7 @@ impl Beside {
                     );
                 }
             }
-            // One event that cannot be stored may have failed the whole batch.
+            // One event may have made the whole batch fail, so the events of each step are appended on their own.
             Err(error)
                 if error.code() == Code::IdReused
                     || of_steps.len() > 1 && !error.class().may_repeat() =>
@@ -184,13 +186,13 @@ impl Beside {
         }
     }
 
-    /// Appends events that belong to one verdict.
+    /// Appends the events of one verdict. An event that is already stored with another body counts as appended.
     async fn append_first(&self, events: Vec<Event>) -> Result<()> {
         if events.is_empty() {
             return Ok(());
         }
         let answers = match self.shared.broker.append(events.clone()).await {
-            // Where a batch is stored as a whole, one of them refuses the others.
+            // If the broker stores a batch as a whole, one refused event refuses the others too.
             Err(error) if error.code() == Code::IdReused && events.len() > 1 => {
                 let mut answers = Vec::with_capacity(events.len());
                 for event in events {
@@ -211,7 +213,8 @@ impl Beside {
         answers.into_iter().next().unwrap_or_else(missing)
     }
 
-    /// Tells the store about handled events, those of a group together.
+    /// Records handled events in the store, with one write for each group. A step whose record cannot be written is
+    /// refused.
     async fn record_handled(&self, steps: &mut [Step]) {
         let mut groups: Vec<(GroupName, Vec<Handled>)> = Vec::new();
         for (index, step) in steps.iter_mut().enumerate() {
@@ -221,7 +224,7 @@ impl Beside {
             let (group, record) = (held.group.clone(), held.delivery.record.clone());
             let records = match original_of(&*self.letters, &record, &group).await {
                 Ok(original) if original.event.id() == record.event.id() => vec![record],
-                // The broker may deliver the original of a retried event once more.
+                // The original is recorded too, because the broker may deliver it once more.
                 Ok(original) => vec![record, original],
                 Err(error) => {
                     step.refuse(error);
@@ -241,7 +244,7 @@ impl Beside {
             let Err(error) = store.record_handled(group.clone(), records).await else {
                 continue;
             };
-            // One record that cannot be written may have failed them all.
+            // One record may have made the whole write fail, so each step is written on its own.
             let one_by_one = all.len() > 1 && !error.class().may_repeat();
             for Handled { index, records } in all {
                 let told = match one_by_one {
@@ -255,7 +258,8 @@ impl Beside {
         }
     }
 
-    /// Makes everything else durable that must be durable before the broker gets the verdict.
+    /// Records a skip, a failure or a dead letter in the store, and returns what happens next. An ack needs
+    /// nothing here: [`record_handled`](Self::record_handled) has recorded it.
     async fn prepare(&self, held: &Held, verdict: Verdict) -> Result<Next> {
         let store = &self.shared.store;
         let (group, record) = (held.group.clone(), held.delivery.record.clone());
@@ -288,12 +292,12 @@ impl Beside {
         }
     }
 
-    /// Whether the broker supports a delay of this length.
+    /// Whether the broker can delay a delivery by this time.
     fn can_delay(&self, after: Duration) -> bool {
         self.shared.offers.native_delay || after.is_zero()
     }
 
-    /// Leaves the wait to the broker if it supports delays, and to this process otherwise.
+    /// Lets the broker delay the event if it can; otherwise the event waits in this process.
     fn later(&self, after: Duration, again: Delivery, verdict: Verdict) -> Next {
         if self.can_delay(after) {
             Next::Tell(verdict)
@@ -302,27 +306,27 @@ impl Beside {
         }
     }
 
-    /// Puts the dead letter into the store, then publishes its event. Repeating both is harmless.
+    /// Stores the dead letter, then publishes the notice about it. Repeating both is harmless.
     async fn bury(&self, held: &Held, failure: Option<Failure>) -> Result<()> {
         let Held {
             group, delivery, ..
         } = held;
         let mut failures = delivery.failures.clone();
-        // The event is given up because of recorded failures: this delivery was no attempt.
+        // Without a new failure, the event is given up because of earlier failures: this delivery was no attempt.
         let was_none = failure.is_none() && !failures.is_empty();
         let attempts = delivery.attempt.saturating_sub(u32::from(was_none));
         failures.extend(failure);
         let died_at = failures
             .last()
             .map_or_else(|| self.shared.clock.now(), |f| f.at);
-        // A copy that was sent back from the dead letters dies under the id of its original.
+        // If the delivery is the copy of a retry, the dead letter is that of the original event.
         let record = original_of(&*self.letters, &delivery.record, group).await?;
         let mut letter = Burial::new(record.clone(), group.clone(), attempts, failures, died_at);
         if record.event.id() != delivery.record.event.id() {
             letter = letter.of_sent_back();
         }
         self.shared.store.bury(letter).await?;
-        // The store has added up the attempts of all earlier deaths.
+        // Read again, because the store adds the attempts of earlier deaths.
         let known = self.letters.get(record.event.id()).await?;
         let tenant = record.event.tenant();
         let letter = known
@@ -334,9 +338,9 @@ impl Beside {
         self.append_first(notice.into_iter().collect()).await
     }
 
-    /// Keeps an event in this process until it is due. Its lease is extended past the wait at once, so that
-    /// it does not depend on the next extension. If the broker does not answer, the consumer's keeper
-    /// extends the lease in time.
+    /// Keeps an event in this process until it is due, and extends its lease past the wait at once. If this
+    /// extension fails because the lease was lost, the settlement fails. After any other error, the task that
+    /// extends the leases of waiting events extends it later.
     async fn wait(&self, held: &Held, after: Duration, again: Delivery) -> Result<()> {
         let lease = again.lease.clone();
         let by = after.saturating_add(held.lease);
@@ -352,8 +356,8 @@ impl Beside {
         if held.waiting.add(due, again) {
             return Ok(());
         }
-        // The consumer has closed, so the event would never be handed out here: the broker may deliver it
-        // early to another consumer.
+        // The consumer has closed, so this process would never hand out the event. It is released, and the
+        // broker may deliver it to another consumer before it is due.
         let after = Duration::ZERO;
         let release = Settlement::new(lease, Verdict::Release { after });
         let answers = self.shared.broker.settle(vec![release]).await?;
@@ -361,7 +365,8 @@ impl Beside {
     }
 }
 
-/// Notes whether the events of a step are in the broker: repeating the verdict does not append them again.
+/// Notes that the events of a step are in the broker, so that repeating the verdict does not append them again. If
+/// they could not be appended, refuses the step.
 fn appended(step: &mut Step, outcome: Result<()>) {
     match (&step.held, outcome) {
         (Ok(held), Ok(())) => held.appended.store(true, Ordering::Release),
@@ -370,8 +375,8 @@ fn appended(step: &mut Step, outcome: Result<()>) {
     }
 }
 
-/// An event that an earlier run appended, perhaps with another time in its body, is there: the first one
-/// counts.
+/// Turns the error `IdReused` into a success: an earlier run has appended the event, perhaps with another time in
+/// its body. The first one counts.
 fn stored(answer: Result<()>) -> Result<()> {
     match answer {
         Err(error) if error.code() == Code::IdReused => {

@@ -1,7 +1,7 @@
 //! Events that wait in this process because the broker has no delay: their leases are extended until they
 //! are due, and then they are handed out again.
 //!
-//! The consumer's prefetch bounds their number: the broker counts them as in flight.
+//! The consumer's prefetch limits their number, because the broker counts them as in flight.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -14,9 +14,9 @@ use tokio::sync::Notify;
 #[derive(Default)]
 pub(super) struct Waiting {
     events: Mutex<Vec<(Timestamp, Delivery)>>,
-    /// The consumer has closed: an event that is added now would never be handed out.
+    /// Whether the consumer has closed. An event that is added after that would never be handed out.
     closed: AtomicBool,
-    /// Something was added.
+    /// Notified when an event is added.
     pub(super) changed: Notify,
 }
 
@@ -25,7 +25,7 @@ impl Waiting {
         self.events.lock()
     }
 
-    /// Keeps a delivery until it is due. Returns false if the consumer has closed.
+    /// Keeps a delivery until it is due. Returns `false`, and does not keep it, if the consumer has closed.
     pub(super) fn add(&self, due: Timestamp, delivery: Delivery) -> bool {
         let mut events = self.lock();
         if self.closed.load(Ordering::Acquire) {
@@ -48,18 +48,18 @@ impl Waiting {
             .collect()
     }
 
-    /// When the next one is due.
+    /// When the next waiting event is due.
     pub(super) fn next_due(&self) -> Option<Timestamp> {
         self.lock().iter().map(|(due, _)| *due).min()
     }
 
-    /// How long until the last one is due.
+    /// How long until the last waiting event is due.
     pub(super) fn longest(&self, now: Timestamp) -> Duration {
         let last = self.lock().iter().map(|(due, _)| *due).max();
         last.map_or(Duration::ZERO, |due| due.since(now))
     }
 
-    /// The leases to extend.
+    /// The leases of all waiting events.
     pub(super) fn leases(&self) -> Vec<Lease> {
         self.lock().iter().map(|(_, d)| d.lease.clone()).collect()
     }
@@ -69,7 +69,7 @@ impl Waiting {
         self.lock().retain(|(_, d)| d.lease != *lease);
     }
 
-    /// Takes all of them, because the consumer closes.
+    /// Takes all waiting events and accepts no more: the consumer closes.
     pub(super) fn take_all(&self) -> Vec<Delivery> {
         let mut events = self.lock();
         self.closed.store(true, Ordering::Release);

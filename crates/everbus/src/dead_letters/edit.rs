@@ -1,4 +1,4 @@
-//! Edit and retry: a corrected event takes the place of a dead letter.
+//! Edit and retry: a corrected event takes the place of a dead letter. The engine half is `DeadLetters::replace`.
 
 use bytes::Bytes;
 use everbus_core::{Code, DeadLetter, Error, Event, Result};

@@ -21,9 +21,9 @@ use crate::handler::HandlerError;
 use crate::handler::message::Message;
 use crate::payloads::StoreStage;
 
-/// A parameter type of handlers.
+/// An extractor: a type that a handler can take as a parameter.
 ///
-/// Implement it for additional parameter types; an error fails the attempt.
+/// Implement this trait for your own extractors. If an extractor returns an error, the attempt fails.
 ///
 /// ```
 /// use everbus::{FromMessage, HandlerError, Message, permanent};

@@ -1,4 +1,4 @@
-//! Publishes the `system.*` events with which the bus reports trouble.
+//! Publishes alerts: `system.*` events about problems of the bus.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,7 +21,7 @@ pub(super) fn publish(shared: &Arc<Shared>, built: EventBuilder) {
     }
 }
 
-/// Tries again while the engine is busy.
+/// Publishes the event, and tries again after an error that may pass, up to [`TRIES`] times in all.
 async fn try_to_publish(shared: Arc<Shared>, event: Event) {
     let mut pause = Duration::from_millis(20);
     for attempt in 1..=TRIES {

@@ -16,7 +16,7 @@ use crate::runtime::bus::Shared;
 
 /// Published when a breaker opens.
 pub(crate) const OPENED: &str = "system.circuit_opened";
-/// Published when it closes again.
+/// Published when a breaker closes again.
 pub(crate) const CLOSED: &str = "system.circuit_closed";
 
 /// The owner of a breaker.
@@ -51,8 +51,8 @@ struct Circuit {
 }
 
 impl Circuits {
-    /// The breaker of a group or dependency, made at the first call. All handlers that share a breaker must
-    /// give the same policy.
+    /// The breaker of a group or dependency; the first call makes it. Fails if the breaker exists with another
+    /// policy. The breaker has the highest criticality of all calls.
     pub(crate) fn get(
         &self,
         owner: &Owner,
@@ -94,7 +94,7 @@ impl Circuits {
         self.breakers.lock().keys().cloned().collect()
     }
 
-    /// Removes all breakers but these: undoes a subscription that failed.
+    /// Removes all breakers except those of these owners. Used to undo a subscription that failed.
     pub(crate) fn keep_only(&self, owners: &BTreeSet<Owner>) {
         self.breakers
             .lock()
@@ -106,7 +106,7 @@ impl Circuits {
         self.breakers.lock().remove(&Owner::Group(group.clone()));
     }
 
-    /// Notifies whenever a breaker changes.
+    /// Adds a listener that is notified whenever a breaker changes.
     pub(crate) fn tell(&self, listener: &Arc<Notify>) {
         let mut listeners = self.listeners.lock();
         listeners.retain(|known| known.strong_count() > 0);
@@ -121,7 +121,7 @@ impl Circuits {
             .collect()
     }
 
-    /// The breakers that publish alerts: not those of best-effort handlers alone.
+    /// The breakers that publish alerts: those with a handler that is not best-effort.
     pub(crate) fn alerting(&self) -> Vec<BreakerInfo> {
         let breakers = self.breakers.lock();
         let alerting = breakers.values().filter(|c| alerts(c.criticality));
@@ -159,7 +159,8 @@ fn alerts(criticality: Criticality) -> bool {
 }
 
 impl Shared {
-    /// Tells the groups, the log and the subscribers of system events that a breaker has changed.
+    /// Handles a change of a breaker: wakes the groups, sets the gauge, writes a log line, and publishes an
+    /// alert. No alert for a best-effort breaker, or for a breaker that stays open after a failed probe.
     pub(crate) fn circuit_changed(
         self: &Arc<Self>,
         group: &GroupName,
@@ -171,7 +172,7 @@ impl Shared {
         if let Some(breaker) = &handler.traits.breaker {
             self.stats.breaker(dependency).set(breaker.state());
         }
-        // All handlers that share the breaker pause too: the most critical one decides the log level.
+        // The breaker affects all handlers that share it, so the highest criticality of these decides.
         let shared_by = handler.traits.breaker.as_ref();
         let criticality = shared_by
             .and_then(|breaker| self.circuits.criticality(breaker))

@@ -1,4 +1,5 @@
-//! Events that a server removes by their age before a group got them: an alert before it happens, a count after.
+//! Events that a server removes because of their age before a group has received them. The bus publishes an alert
+//! before this happens, and an alert with the count after it.
 //!
 //! Only engines with [`Capabilities::drops_by_age`](everbus_core::Capabilities::drops_by_age) do this.
 
@@ -16,12 +17,12 @@ use crate::runtime::bus::Shared;
 /// Published when the oldest event that a group has not settled has reached 80 % of the age at which the server
 /// removes it.
 pub(crate) const AT_RISK: &str = "system.events_at_risk";
-/// Published when the server has removed events that a group had not got.
+/// Published when the server has removed events that a group had not received.
 pub(crate) const DROPPED: &str = "system.events_dropped";
-/// The part of the age after which events are at risk.
+/// Events are at risk from this fraction of the age at which they are removed.
 const RISK: f64 = 0.8;
 
-/// What was reported, by group and stream.
+/// What was noted last, by group and stream.
 #[derive(Default)]
 pub(crate) struct Drops(Mutex<HashMap<(GroupName, Arc<str>), Noted>>);
 
@@ -32,8 +33,8 @@ struct Noted {
 }
 
 impl Drops {
-    /// Notes the lag of a group in a stream. Returns whether its events are newly at risk, and how many more
-    /// were dropped.
+    /// Notes the lag of a group in a stream. Returns whether events are at risk now and were not before, and how
+    /// many events were dropped since the last call.
     fn note(&self, group: &GroupName, of: &StreamLag) -> (bool, u64) {
         let mut all = self.0.lock();
         let noted = all.entry((group.clone(), of.stream.clone())).or_default();
@@ -81,7 +82,8 @@ pub(super) fn report(shared: &Arc<Shared>, groups: &[GroupInfo]) {
     }
 }
 
-/// Every process reports the same event: its id is the id of the oldest waiting event.
+/// The alert [`AT_RISK`]. Its id is derived from the stream, the group and the time of the oldest event, so that
+/// the alerts of several processes are one event.
 fn at_risk(group: &GroupName, of: &StreamLag) -> everbus_core::EventBuilder {
     let oldest = of.lag.oldest.unwrap_or_default();
     let about = EventId::from_foreign(AT_RISK, &of.stream);
@@ -122,7 +124,7 @@ mod tests {
         assert_eq!(note(99, 0), (false, 0));
         assert_eq!(note(100, 3), (false, 3));
         assert_eq!(note(100, 5), (false, 2));
-        // The group has moved past what is gone, and falls behind again.
+        // The group has moved past the dropped events, and falls behind again.
         assert_eq!(note(10, 0), (false, 0));
         assert_eq!(note(90, 1), (true, 1));
     }

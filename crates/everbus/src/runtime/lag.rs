@@ -1,4 +1,4 @@
-//! The lag of groups: read on request, and reported from time to time.
+//! The lag of groups: read on request, and reported at intervals as gauges and alerts.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use crate::guard;
 use crate::runtime::bus::Shared;
 use crate::runtime::drops;
 
-/// How often the gauges are updated.
+/// How often the gauges are updated, at most.
 const EVERY: Duration = Duration::from_secs(15);
-/// Counting a long backlog is slow. The pause is this many times the duration of the count, so counting
-/// takes at most one percent of the time.
+/// Counting a long backlog is slow. The pause is at least this many times the duration of the count, so
+/// counting takes at most one percent of the time.
 const PAUSE_PER_COST: u32 = 100;
 
 /// The state of every group, with its lag in each stream; updates the gauges.

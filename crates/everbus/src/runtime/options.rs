@@ -15,9 +15,9 @@ use crate::handler::DEFAULT_TIMEOUT;
 use crate::overflow::Overflow;
 use crate::runtime::subscription::settings::Settings;
 
-/// SQLite cannot store more in one row.
+/// The highest `max_payload` that is accepted: a row of SQLite cannot hold much more.
 const LARGEST_PAYLOAD: usize = 512 * 1024 * 1024;
-/// The largest payload that is stored with its event, by default.
+/// The largest accepted payload without an object store, by default.
 pub(crate) const TRAVELS: usize = 1024 * 1024;
 /// A higher concurrency than this is refused as a mistake.
 const MOST_AT_ONCE: usize = 65_536;
@@ -81,7 +81,8 @@ pub(crate) struct ConsumerOverride {
     pub(crate) name: String,
     pub(crate) group: GroupName,
     pub(crate) pattern: Pattern,
-    /// The file names a declared stream: the settings apply to every subscription that reads from it.
+    /// Whether the file names a declared stream. If so, the settings apply to every subscription that reads
+    /// from it.
     pub(crate) whole_stream: bool,
     pub(crate) settings: Settings,
 }

@@ -19,9 +19,9 @@ use crate::runtime::bus::{Bus, Shared};
 
 const BUCKET: &str = "everbus";
 const KEY: &str = "paused-groups";
-/// How soon other processes see a change.
+/// How often a process reads the pauses. Other processes see a change after this time at the latest.
 const EVERY: Duration = Duration::from_secs(2);
-/// A change that loses against others is repeated this often.
+/// How often a change is tried when other processes change the value at the same time.
 const TRIES: usize = 20;
 
 /// Who paused a group, when and why.
@@ -37,7 +37,7 @@ pub struct PausedGroup {
     pub reason: Option<String>,
 }
 
-/// The stored value: groups by name.
+/// The stored value: the paused groups by name.
 type Stored = BTreeMap<String, PausedGroup>;
 
 /// The groups that are paused, as this process knows them.
@@ -52,7 +52,7 @@ impl Pauses {
         self.groups.read().contains(group)
     }
 
-    /// Notifies whenever the set changes.
+    /// Adds a listener that is notified whenever the set of paused groups changes.
     pub(crate) fn tell(&self, listener: &Arc<Notify>) {
         let mut listeners = self.listeners.lock();
         listeners.retain(|known| known.strong_count() > 0);
@@ -80,19 +80,19 @@ async fn read(kv: &Kv) -> Result<(Stored, u64)> {
     Ok(found.unwrap_or((Stored::new(), ABSENT)))
 }
 
-/// Reads the pauses. An engine that keeps no values has none.
+/// Reads the pauses from the store. Does nothing if the engine has no key-value store. An error is only logged.
 pub(crate) async fn load(shared: &Shared) {
     let Ok(kv) = kv(shared) else { return };
     match read(&kv).await {
         Ok((stored, _)) => shared.pauses.set(&stored),
-        // The next look may succeed; other calls to the engine report the error as well.
+        // The next read may succeed; other calls to the engine report the error as well.
         Err(error) => {
             tracing::debug!(target: "everbus::bus", %error, "which groups are paused is not known");
         }
     }
 }
 
-/// Follows the changes of other processes until the bus ends.
+/// Reads the pauses every few seconds until the bus ends, to see the changes of other processes.
 pub(crate) async fn follow(shared: Arc<Shared>) {
     if kv(&shared).is_err() {
         return;
@@ -106,7 +106,7 @@ pub(crate) async fn follow(shared: Arc<Shared>) {
 impl Bus {
     /// Pauses a group, in every process that shares the store: its handlers get no more events until
     /// [`resume_group`](Self::resume_group). Running handlers finish. Other processes follow within a few seconds.
-    /// It stays paused across restarts. `Unsupported` where the engine keeps no values.
+    /// It stays paused across restarts. `Unsupported` if the engine has no key-value store.
     ///
     /// ```
     /// # #[tokio::main(flavor = "current_thread")]

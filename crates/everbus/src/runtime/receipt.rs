@@ -20,7 +20,7 @@ pub struct Receipt {
     shared: Arc<Shared>,
 }
 
-/// The event's own data in a receipt, besides its position.
+/// Data of the event that a receipt shows, besides id and position.
 #[derive(Clone)]
 pub(crate) struct About {
     event_type: Arc<str>,
@@ -78,7 +78,7 @@ impl Receipt {
         self.appended.position.place()
     }
 
-    /// When the bus received it; for a duplicate, when it received the first copy.
+    /// When the engine received the event; for a duplicate, when it received the first copy.
     pub fn received_at(&self) -> Timestamp {
         self.appended.received_at
     }
@@ -91,14 +91,14 @@ impl Receipt {
     /// Waits up to 30 seconds until every group that wanted the event when it was published has
     /// handled, skipped or dead-lettered it. An event that no group wants is settled at once.
     ///
-    /// Ends with `Timeout` if it takes longer (the event is safe and still being handled), with
-    /// `EventBusShutdownError` if the bus is shut down meanwhile, and with `Unsupported` where the engine
-    /// cannot know.
+    /// Fails with `Timeout` if it takes longer (the event is safe and still being handled), with
+    /// `EventBusShutdownError` if the bus is shut down meanwhile, and with `Unsupported` if the engine cannot
+    /// know this.
     pub async fn settled(&self) -> Result<Settled> {
         self.settled_within(SETTLED_WAIT).await
     }
 
-    /// As [`settled`](Self::settled), with a chosen time limit.
+    /// Like [`settled`](Self::settled), with another time limit.
     pub async fn settled_within(&self, wait: Duration) -> Result<Settled> {
         let engine = self.shared.engine.settled()?;
         let mut closed = self.shared.closed.subscribe();
@@ -128,6 +128,6 @@ impl fmt::Debug for Receipt {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Settled {
-    /// The groups in which it became a dead letter; empty if all handled or skipped it.
+    /// The groups in which the event became a dead letter; empty if all groups handled or skipped it.
     pub dead_lettered: Vec<GroupName>,
 }

@@ -1,4 +1,4 @@
-//! Runs retention once a day. Of the buses that share a store and a policy, one runs it for all.
+//! Runs retention once a day. If several buses share a store and a policy, one of them runs it for all.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,13 +15,13 @@ use crate::runtime::bus::Shared;
 const EVERY: Duration = Duration::from_secs(24 * 3600);
 /// How often a bus checks whether retention is due.
 const LOOK: Duration = Duration::from_secs(3600);
-/// How long a bus that runs retention has the duty without a word from it.
+/// How long a bus holds the duty of retention unless it extends it. It extends it three times in this time.
 const HOLD: Duration = Duration::from_secs(600);
 
 /// Checks shortly after the start, and then every hour, whether retention is due, and runs it.
 pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
     let first = shared.options.retention_delay.unwrap_or_else(some_minutes);
-    // At once: events that are published from now on carry the time of this clock, right or wrong.
+    // The clock is checked at once, because events that are published from now on carry its time.
     if let Ok(maintenance) = shared.engine.maintenance() {
         // If this fails, the check below fails too and reports the error.
         let _ = maintenance.look_at_clock().await;
@@ -56,7 +56,8 @@ pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
     }
 }
 
-/// Runs retention, unless a bus has run it within a day or the clock is in doubt.
+/// Runs retention if it is due. Returns `None` if it is not due, another bus runs it, the clock is in doubt, or
+/// the engine has no maintenance and only its own records were pruned.
 async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Option<Pruned>> {
     let maintenance = match shared.engine.maintenance() {
         Ok(maintenance) => maintenance,
@@ -82,14 +83,14 @@ async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Opt
         loop {
             tokio::select! {
                 done = &mut work => break done,
-                // Another bus has it now: this one was stopped for too long.
+                // Fails if another bus has taken the duty, because this process stood still for too long.
                 () = tokio::time::sleep(HOLD / 3) => turn.extend(HOLD, clock).await?,
             }
         }
     };
     let result = done.as_ref().map(drop).map_err(ToString::to_string);
     turn.finish(result, clock).await?;
-    // After the turn: a run on record has ended.
+    // Recorded after the turn has ended, so that a recorded run is always a finished one.
     if done.is_ok() {
         let (owner, at) = (owner.to_owned(), clock.now());
         let last = LastRun { owner, at };
@@ -98,8 +99,8 @@ async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Opt
     done.map(Some)
 }
 
-/// Takes the next turn of the duty, if retention is due: of the buses that share a store and a policy one gets it.
-/// After a failure another bus may try at once.
+/// Takes the next turn of the duty. Returns `None` if the last successful run was less than a day ago, or if another
+/// bus has the turn. After a failed run, any bus may take the turn at once.
 async fn take_turn(shared: &Shared, retention: &Retention, owner: &str) -> Result<Option<Turn>> {
     let clock = &*shared.options.clock;
     let duty = Duty::of(&shared.engine, retention.duty(), owner)?;
@@ -127,8 +128,8 @@ async fn carry_out(
     maintenance.prune(kept).await
 }
 
-/// An engine without maintenance may have an inbox and dead letters of its own, which must not grow for ever. False if
-/// there is nothing to forget.
+/// Prunes the inbox and the dead letters of an engine without maintenance, so that they do not grow for ever. Returns
+/// `false` if neither is to be pruned: the engine does not have it, or the settings give no age.
 async fn forget_own(shared: &Shared, retention: &Retention) -> Result<bool> {
     let engine = &shared.engine;
     let inbox = engine.inbox.is_some() && shared.options.inbox_retention.is_some();

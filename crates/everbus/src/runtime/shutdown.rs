@@ -1,4 +1,4 @@
-//! The shutdown of a bus: no acked event is forgotten, no unfinished event is acked.
+//! The shutdown of a bus: outcomes of finished handlers are made durable, and no unfinished event is acked.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +31,7 @@ pub struct Shutdown {
 
 /// The deadline for running handlers.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
-    // Cut to a year, so that adding it cannot overflow.
+    // At most a year, so that the sum cannot overflow.
     Instant::now() + timeout.min(LONGEST)
 }
 
@@ -54,7 +54,7 @@ pub(crate) async fn drain(
         report.abandoned += leftovers.abandoned;
         report.unsettled += leftovers.unsettled;
     }
-    // Calls that still wait for an event to settle end now.
+    // Ends the calls that still wait for an event to settle.
     shared.closed.send_replace(true);
     let closing = shared.engine.broker.close();
     if let Ok(closed) = tokio::time::timeout_at(deadline + GRACE, closing).await {

@@ -1,9 +1,13 @@
-//! How the position of a group moves.
+//! How the cursor of a group moves over the log.
 //!
-//! A group's cursor moves in one place, [`hand_out`](Deliveries::hand_out): over a stretch of the log, whose
-//! events are handed out in the same transaction, as claims or as rows. The stretch is in memory if the group
-//! is at most a little behind the newest event; for a group that is further behind the feeder reads it. A
-//! cursor that moved only over events that the group does not want is stored later.
+//! [`hand_out`](Deliveries::hand_out) moves the cursor over a part of the log, and hands out the events in it in
+//! the same transaction, as claims or as rows. That part is in memory if the group is at most a little behind the
+//! newest event; for a group that is further behind, the feeder reads it. A cursor that moved only over events
+//! that the group does not want is stored later.
+//!
+//! No other code moves a cursor over an event that the group gets. A cursor also moves past events that need no
+//! delivery: dropped ones (`streams.rs`), events that were removed before an ephemeral group reached them
+//! (`declare.rs`), and in a group without subscriptions all events (`store.rs`).
 
 use std::time::{Duration, Instant};
 
@@ -19,11 +23,11 @@ use crate::sql::Sql as _;
 use crate::streams::was_dropped;
 use crate::tx::Tx;
 
-/// After a failed read the next request to the feeder waits this long.
+/// After a failed read, the next request to the feeder waits this long.
 const FEED_PAUSE: Duration = Duration::from_secs(1);
 
 impl Deliveries {
-    /// Hands out the events that are in memory, to groups that have come that far.
+    /// Hands out new events that are in memory, to groups whose cursor has reached the part of the log in memory.
     pub(crate) fn claim_recent(&mut self, tx: &mut Tx) -> Result<()> {
         if self.leases.isolating.is_some() {
             return Ok(());
@@ -34,7 +38,7 @@ impl Deliveries {
             .map(|(id, group)| (*id, group.cursor))
             .collect();
         for (group_id, cursor) in groups {
-            // Among competing consumers, the consumer with the fewest open deliveries comes first.
+            // Of the consumers of a group, the one with the fewest deliveries in flight gets the events.
             let session = self
                 .consumers
                 .sessions
@@ -78,14 +82,15 @@ impl Deliveries {
             })
     }
 
-    /// How far every group with a consumer in this process has come; `None` if there is no consumer.
+    /// The lowest cursor of the groups with a consumer in this process; `None` if there is no consumer.
     pub(crate) fn passed_by_all(&self, tx: &Tx) -> Option<u64> {
         let sessions = self.consumers.sessions.values();
         let groups = sessions.filter_map(|session| tx.groups.get(&session.group));
         groups.map(|group| group.cursor).min()
     }
 
-    /// Moves the session's group to `searched` and hands out the wanted events up to there.
+    /// Moves the cursor of the session's group to `searched`, and hands out the `wanted` events up to there.
+    /// Events that the session has no handler for wait in rows; so do all events of an ordered group.
     pub(crate) fn hand_out(
         &mut self,
         tx: &mut Tx,
@@ -123,7 +128,7 @@ impl Deliveries {
             return Ok(());
         };
         let (lo, hi) = (first.1.seq(), last.1.seq());
-        // For a few events that are far apart, a bitmap would be larger than a row for each.
+        // For a few events that are far apart, the bitmap of a claim would be larger than a row for each event.
         let span = hi - lo + 1;
         if span > 64 + 16 * handled.len() as u64 {
             return self.lease_one_by_one(tx, session_id, group_id, handled, lease);
@@ -131,7 +136,7 @@ impl Deliveries {
         self.claim_range(tx, session_id, group_id, (lo, hi), handled, lease)
     }
 
-    /// Asks the feeder to read for sessions that have room and whose next event is not in memory.
+    /// Asks the feeder to read the next events of sessions that have room and whose next event is not in memory.
     pub(crate) fn feed(&mut self, tx: &Tx, feeder: &Feeder) {
         if self.leases.isolating.is_some() {
             return;
@@ -161,7 +166,8 @@ impl Deliveries {
         }
     }
 
-    /// Moves the group of a session over the events that the feeder read, and hands them out.
+    /// Hands out the events that the feeder read for a session, and moves the cursor of its group over them.
+    /// Damaged events among them become dead letters.
     pub(crate) fn take_feed(&mut self, tx: &mut Tx, fed: &Fed) -> Result<()> {
         let Some(session) = self.consumers.sessions.get_mut(&fed.session) else {
             return Ok(());
@@ -180,7 +186,8 @@ impl Deliveries {
         let Some(group) = tx.groups.get(&group_id) else {
             return Ok(());
         };
-        // If the group has moved or its patterns have changed since the request, the events are read again.
+        // If the cursor or the patterns of the group have changed since the request, or an event runs in isolation,
+        // the events are read again later.
         if group.cursor != fed.after
             || group.patterns != fed.patterns
             || self.leases.isolating.is_some()
@@ -216,7 +223,8 @@ impl Deliveries {
     }
 }
 
-/// Events in memory that were dropped for the group, so that it skips them. Usually there are none.
+/// The events in memory after the cursor that were dropped for the group, so that it skips them. Usually there are
+/// none.
 fn dropped_after(tx: &Tx, group_id: i64, cursor: u64) -> Result<Vec<u64>> {
     let mut dropped = Vec::new();
     let group = tx.groups.get(&group_id);

@@ -1,7 +1,7 @@
-//! Claims, which hand out ranges of the log.
+//! Claims: handing out ranges of the log.
 //!
-//! A claim covers a range of events with one row. The group's cursor is past the range, and a bitmap says
-//! which of its events are done.
+//! A claim is one row for a range of events. The cursor of the group is past the range, and a bitmap says which
+//! events of the range are done.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,12 +19,12 @@ use crate::tx::Tx;
 /// An event with the number of its type.
 pub(crate) type Typed = (i64, Arc<Recorded>);
 
-/// Bytes that an event counts for in a consumer's memory limit.
+/// How many bytes an event counts for in the memory limit of a consumer.
 pub(crate) fn size(record: &Recorded) -> u64 {
     record.event.payload().len() as u64
 }
 
-/// Leases of claims have even slot numbers, those of single rows odd ones.
+/// The slot number of a claim's leases. It is even; the slot numbers of single rows are odd.
 pub(crate) fn claim_slot(id: i64) -> u64 {
     (id as u64) << 1
 }
@@ -33,13 +33,13 @@ pub(crate) fn delivery_slot(group: i64) -> u64 {
     ((group as u64) << 1) | 1
 }
 
-/// A random fencing token: no earlier holder can guess or repeat it.
+/// A random fencing token. An earlier holder of the lease cannot have it.
 pub(crate) fn new_token() -> i64 {
     let (high, low) = uuid::Uuid::new_v4().as_u64_pair();
     ((high ^ low) >> 1) as i64
 }
 
-/// A claim as stored.
+/// A claim as it is stored in the file.
 pub(crate) struct StoredClaim {
     pub(crate) id: i64,
     pub(crate) group: i64,
@@ -114,7 +114,7 @@ impl Deliveries {
             next = record.seq() + 1;
         }
         let done = (progress.highest() >= lo).then(|| progress.bitmap(lo, hi));
-        // Events that are already reserved come first.
+        // While the consumer has reserved events, these come first: no event of the new claim may begin.
         let open = match self.consumers.reserved(session) {
             0 => self.consumers.places(session).min(events.len()),
             _ => 0,
@@ -175,8 +175,8 @@ impl Deliveries {
         Ok(())
     }
 
-    /// Leases events that are far apart, each in its own row, as far as they may begin; the others wait in
-    /// their rows.
+    /// Hands out events that are far apart, each in its own row. As many as may begin are leased; the others wait
+    /// in their rows.
     pub(super) fn lease_one_by_one(
         &mut self,
         tx: &mut Tx,
@@ -224,8 +224,8 @@ impl Deliveries {
     }
 }
 
-/// In an ordered group every event waits in a row. An event behind another event with the same key is not
-/// due.
+/// Stores the events of an ordered group in rows. An event waits for its key if an earlier event with the key is
+/// unsettled, or any event with the key is in flight.
 pub(super) fn queue_by_key(tx: &mut Tx, group: i64, events: &[Typed]) -> Result<()> {
     let due = tx.now();
     for event in events {
@@ -245,7 +245,7 @@ pub(super) fn queue_by_key(tx: &mut Tx, group: i64, events: &[Typed]) -> Result<
     Ok(())
 }
 
-/// Stores an event in its own row, without counting an attempt.
+/// Stores an event in its own row, without counting an attempt. Does nothing if the event has a row already.
 pub(crate) fn park(tx: &mut Tx, group: i64, event: &Typed, state: i64, due: i64) -> Result<()> {
     let (type_id, record) = event;
     let key = tx.groups.known(group)?.key_of(&record.event);

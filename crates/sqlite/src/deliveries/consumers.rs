@@ -1,4 +1,4 @@
-//! The consumers of this process, and the deliveries on their way to them.
+//! The consumers of this process, and the deliveries that they get when the transaction is durable.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,10 +25,10 @@ pub(crate) struct Consumers {
     pub(crate) sessions: IdMap<u64, Session>,
     /// Deliveries to hand over once the transaction is durable.
     pub(crate) outgoing: Vec<Outgoing>,
-    /// Longer leases of deliveries that wait in mailboxes, to be noted there once the transaction is durable:
-    /// a mailbox must not hand out a delivery whose lease ends sooner in the file.
+    /// New lease ends of deliveries that wait in mailboxes. The mailboxes get them once the transaction is
+    /// durable: a mailbox must not believe that a lease lasts longer than it does in the file.
     pub(crate) renewals: Vec<Renewal>,
-    /// Average duration of a transaction.
+    /// The average duration of a transaction.
     pub(crate) step: Duration,
     undo: Undo,
 }
@@ -37,7 +37,7 @@ pub(crate) struct Consumers {
 pub(crate) struct Renewal {
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) slot: u64,
-    /// Only the delivery of this event, if given.
+    /// The event, if only one delivery is meant; `None` means all deliveries of the slot.
     pub(crate) seq: Option<u64>,
     pub(crate) until: i64,
 }
@@ -53,10 +53,10 @@ struct Undo {
 /// Deliveries for a consumer, to be handed over once the transaction is durable.
 pub(crate) struct Outgoing {
     pub(crate) session: u64,
-    /// When their leases end.
+    /// When the leases of these deliveries end.
     pub(crate) until: i64,
     pub(crate) deliveries: Vec<Delivery>,
-    /// The first `open` of them may begin; the others are reserved.
+    /// The first `open` deliveries may begin; the others are reserved.
     pub(crate) open: usize,
 }
 
@@ -102,7 +102,7 @@ impl Consumers {
         }
     }
 
-    /// How many rows a consumer may take: a row that is leased may begin.
+    /// How many rows a consumer may take. A leased row may begin at once, so there must be a place for it.
     pub(crate) fn room_for_rows(&self, id: u64) -> usize {
         let room = self.sessions.get(&id).map_or(0, Session::room);
         if room == 0 {
@@ -124,7 +124,7 @@ impl Consumers {
         )?;
         for row in ready {
             if let Some(session) = self.handler_of(tx, group, row.type_id)? {
-                // A consumer with a handler exists, but is paused or has no room. The event keeps waiting.
+                // A consumer with a handler exists, but it is paused or has no room. The event waits longer.
                 self.set_unhandled(tx, session, group, row.seq, now)?;
                 continue;
             }
@@ -152,7 +152,7 @@ impl Consumers {
         Ok(())
     }
 
-    /// A consumer of the group in this process that has a handler for a type.
+    /// A consumer of the group in this process that has a handler for this type, if there is one.
     fn handler_of(&mut self, tx: &mut Tx, group: i64, type_id: i64) -> Result<Option<u64>> {
         let name = tx.log.type_names.get(&tx.conn, type_id)?;
         let mut sessions = self.sessions.iter_mut();
@@ -175,7 +175,8 @@ impl Consumers {
             .is_some_and(|s| s.handles(type_id, &name)))
     }
 
-    /// Another consumer of the group in this process may have a handler that this consumer lacks.
+    /// Lets the other consumers of the group in this process look for events without a handler: one of them may
+    /// have the handler that the consumer `not_to` lacks.
     pub(crate) fn offer_unhandled(&mut self, group: i64, not_to: u64) {
         for (id, session) in &mut self.sessions {
             session.look_for_unhandled |= session.group == group && *id != not_to;
@@ -204,7 +205,7 @@ impl Consumers {
             .run(doing, sql, params![group, to_sql(seq), UNHANDLED, due, now])
     }
 
-    /// Deliveries to hand over; the first `open` of them may begin.
+    /// Hands deliveries to a consumer once the transaction is durable. The first `open` of them may begin.
     pub(crate) fn send(
         &mut self,
         session: u64,
@@ -220,7 +221,7 @@ impl Consumers {
         });
     }
 
-    /// Hands over single rows, under the lease of their consumer.
+    /// Hands single rows to a consumer once the transaction is durable. All of them may begin.
     pub(crate) fn post(&mut self, tx: &Tx, session: u64, deliveries: Vec<Delivery>) {
         if !deliveries.is_empty() {
             let lease = self.sessions.get(&session).map(|s| s.lease);
@@ -255,8 +256,8 @@ impl Consumers {
         }
     }
 
-    /// Takes back deliveries that a consumer has not fetched, also those that this transaction handed out and
-    /// that are not in the mailbox yet.
+    /// Takes back matching deliveries that a consumer has not fetched, including those that this transaction
+    /// handed out and that are not in the mailbox yet.
     pub(crate) fn recall(
         &mut self,
         session: u64,
@@ -312,7 +313,8 @@ impl Consumers {
         }
     }
 
-    /// The transaction is durable: forgets how to undo it, and tells the mailboxes of longer leases.
+    /// Keeps the changes of a durable transaction: forgets how to undo them, and tells the mailboxes the new lease
+    /// ends.
     pub(super) fn keep_changes(&mut self) {
         self.undo = Undo::default();
         for Renewal {
@@ -328,7 +330,7 @@ impl Consumers {
         }
     }
 
-    /// The transaction was rolled back: restores the consumers and their mailboxes.
+    /// Undoes the changes of a transaction that was rolled back: restores the consumers and their mailboxes.
     pub(super) fn undo_changes(&mut self) {
         let undo = std::mem::take(&mut self.undo);
         self.renewals.clear();
@@ -338,7 +340,7 @@ impl Consumers {
         self.sessions.extend(undo.sessions);
         for session in self.sessions.values_mut() {
             session.mailbox.cancel_opening();
-            // A reading that was under way may have been lost; asking twice is harmless.
+            // A request to the feeder may have been lost; a second one is harmless.
             session.feeding = false;
         }
         for (mailbox, deliveries) in undo.recalled.into_iter().rev() {

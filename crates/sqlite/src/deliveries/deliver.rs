@@ -1,4 +1,4 @@
-//! Handing out single rows: retries, released events, events that had no handler.
+//! Handing out single rows: retries, released events, events of ordered groups, events that had no handler.
 
 use everbus_core::{Code, Delivery, Error, Lease, Result};
 use rusqlite::params;
@@ -31,7 +31,7 @@ pub(crate) struct Ready {
 }
 
 impl Deliveries {
-    /// Whether some session could take a row now.
+    /// Whether a row can be handed out now.
     pub(crate) fn deliveries_to_take(&self, tx: &Tx, now: i64) -> bool {
         if let Some(key) = self.leases.isolating {
             return !self.leases.held.contains_key(&key) && self.leases.in_flight() == 0;
@@ -130,7 +130,7 @@ impl Deliveries {
         Ok(())
     }
 
-    /// Offers this session the events for which no process had a handler: this session may have one now.
+    /// Hands this session events that had no handler before and for which it has one.
     fn take_unhandled(&mut self, tx: &mut Tx, session: u64, group: i64, now: i64) -> Result<()> {
         let room = self.consumers.room_for_rows(session);
         let sql = "SELECT DISTINCT type FROM deliveries WHERE group_id = ?1 AND state = 3";
@@ -141,7 +141,7 @@ impl Deliveries {
                 handled.push(type_id.to_string());
             }
         }
-        // The inserted values are the engine's numbers, never text from a user.
+        // The values in the statement are numbers of the engine, never text of a user.
         let sql = format!(
             "SELECT seq, type, attempt, failures FROM deliveries
              WHERE group_id = ?1 AND state = 3 AND due > ?2 AND type IN ({})
@@ -175,8 +175,8 @@ impl Deliveries {
         Ok(())
     }
 
-    /// Leases a row. The attempt is counted here, before the handler runs. A damaged event is dead-lettered
-    /// instead.
+    /// Leases a row and counts the attempt, before the handler runs. A damaged event becomes a dead letter instead,
+    /// and the result is `None`.
     pub(crate) fn lease_row(
         &mut self,
         tx: &mut Tx,
@@ -257,8 +257,9 @@ pub(crate) fn ready(tx: &Tx, sql: &str, group: i64, now: i64, limit: usize) -> R
     )
 }
 
-/// In an ordered group, an event waits while an earlier event with its key waits, or any event with its
-/// key is in flight. The retry of a dead letter can put an event before others that were free to go.
+/// Whether an event of an ordered group must wait: an earlier event with its key is unsettled, or any event with its
+/// key is in flight. If so, marks the row as waiting for its key. A row that was ready can come to wait, because the
+/// retry of a dead letter adds an earlier event.
 pub(crate) fn stands_behind(tx: &mut Tx, group: i64, seq: u64) -> Result<bool> {
     if !tx.groups.known(group)?.ordered {
         return Ok(false);
@@ -272,7 +273,7 @@ pub(crate) fn stands_behind(tx: &mut Tx, group: i64, seq: u64) -> Result<bool> {
         .map(|moved| moved > 0)
 }
 
-/// Whether the event was retried from the dead letters, and whether it is replayed.
+/// Returns whether the event was retried from the dead letters, and whether it is replayed.
 fn earlier_runs(tx: &Tx, group: i64, seq: u64) -> Result<(bool, bool)> {
     let sql = "SELECT EXISTS (SELECT 1 FROM dead_letters
                  WHERE seq = ?1 AND group_id = ?2 AND retried_at IS NOT NULL),

@@ -56,8 +56,8 @@ impl Deliveries {
         Ok(())
     }
 
-    /// Ends expired leases in a claim of this process. Events that were not fetched were never begun; the
-    /// others count as a failed attempt.
+    /// Ends expired leases in a claim of this process. Events that were not fetched go back to waiting, because no
+    /// handler has begun; the others count as a failed attempt.
     fn end_claim(&mut self, tx: &mut Tx, id: i64, now: i64) -> Result<()> {
         let Some(claim) = self.leases.claims.get(&id) else {
             return Ok(());
@@ -106,14 +106,14 @@ impl Deliveries {
             "group_id = ?5 AND seq = ?6",
             (group, to_sql(seq)),
             EXPIRED,
-            // An expired lease proves nothing against the event: no process died.
+            // Not `alone`: no process died, so an expired lease does not prove that the event kills its process.
             false,
         )?;
         note_suspect(tx, group, now);
         free_keys(tx, group)
     }
 
-    /// Claims and rows that wait in a mailbox and whose lease is half over.
+    /// Claims and rows that wait in a mailbox and have less than half of their lease left.
     fn waiting_leases(&self, now: i64) -> (Vec<i64>, Vec<(i64, u64)>) {
         let half_over = |session: u64, until: i64| {
             self.consumers.sessions.get(&session).filter(|s| {
@@ -146,8 +146,8 @@ impl Deliveries {
         !claims.is_empty() || !rows.is_empty()
     }
 
-    /// Extends the leases of deliveries that wait in mailboxes. The consumer extends only what it has
-    /// fetched.
+    /// Extends the leases of deliveries that wait in mailboxes. The lease keeper of the runtime extends only
+    /// deliveries that were fetched.
     pub(crate) fn extend_waiting(&mut self, tx: &mut Tx, now: i64) -> Result<()> {
         let (claims, rows) = self.waiting_leases(now);
         for id in claims {

@@ -1,4 +1,4 @@
-//! What this process has handed out and holds: claims, single rows, and the lock that makes it an owner.
+//! The leases of this process: claims, single rows, and the lock that makes the process an owner.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -25,7 +25,7 @@ pub(crate) struct Leases {
     pub(crate) held: HashMap<(i64, u64), Held>,
     /// Claims whose bitmap changed in this transaction.
     pub(crate) touched: Vec<i64>,
-    /// While this is set, only the named suspect may be handed out.
+    /// If set, only this suspect (group and seq) may be handed out.
     pub(crate) isolating: Option<(i64, u64)>,
     pub(crate) owner: i64,
     pub(crate) owner_lock: Option<OwnerLock>,
@@ -44,7 +44,7 @@ pub(crate) struct Leases {
 pub(crate) struct Undo {
     pub(crate) claims: Vec<(i64, Claim)>,
     pub(crate) held: Vec<((i64, u64), Held)>,
-    /// Extended events of claims, each with the end that it had in `extended` before.
+    /// Extended events of claims: claim, seq, and the lease end that `extended` had before.
     pub(crate) extended: Vec<(i64, u64, Option<i64>)>,
 }
 
@@ -67,8 +67,7 @@ impl Leases {
         Ok(leases)
     }
 
-    /// Loads what another process may have changed. Leases that this process has lost are removed and
-    /// returned.
+    /// Loads what another process may have changed. Removes and returns the leases that this process has lost.
     pub(crate) fn refresh(&mut self, conn: &Connection) -> Result<Lost> {
         self.find_others(conn)?;
         self.drop_lost(conn)
@@ -81,7 +80,7 @@ impl Leases {
         self.find_foreign_leases(conn)
     }
 
-    /// When the first lease of another owner ends.
+    /// Loads when the first lease of another owner ends.
     pub(crate) fn find_foreign_leases(&mut self, conn: &Connection) -> Result<()> {
         let sql = "SELECT min(until) FROM (
                    SELECT until FROM claims WHERE owner NOT IN (0, ?1)
@@ -121,7 +120,7 @@ impl Leases {
         Ok(lost)
     }
 
-    /// Bytes that a delivery counts for in its consumer's memory limit.
+    /// How many bytes a delivery counts for in the memory limit of its consumer.
     pub(crate) fn bytes_of(&self, lease: &Lease) -> u64 {
         let id = (lease.slot() >> 1) as i64;
         if lease.slot() & 1 == 0 {
@@ -171,10 +170,10 @@ impl Leases {
         Ok(())
     }
 
-    /// The claim or row of a lease, if this process still holds it.
+    /// The claim or row of a lease. Fails with `LeaseLost` if this process no longer holds the lease.
     pub(crate) fn find(&self, tx: &Tx, lease: &Lease) -> Result<Place> {
         let seq = lease.seq();
-        // An expired lease is lost, even before another consumer took the event.
+        // An expired lease is lost, even if no other consumer has taken the event yet.
         let now = tx.now();
         if lease.slot() & 1 == 0 {
             let id = (lease.slot() >> 1) as i64;
@@ -200,7 +199,7 @@ impl Leases {
         }
     }
 
-    /// Extends leases.
+    /// Extends leases. The answers are in the order of the leases.
     pub(crate) fn extend(
         &mut self,
         tx: &mut Tx,
@@ -229,8 +228,8 @@ impl Leases {
         Ok(results)
     }
 
-    /// Extends single events of a claim. In the file the claim lasts as long as its longest lease. Memory
-    /// knows the lease of each event, and sees first when one expires.
+    /// Extends the leases of single events of a claim. The file has only the latest end of all leases of the claim.
+    /// Memory has the end of each lease, so this process notices first when one expires.
     pub(crate) fn extend_claimed(
         &mut self,
         tx: &mut Tx,
@@ -274,19 +273,19 @@ impl Leases {
         !running && (self.isolating.is_none() || self.in_flight() == 0)
     }
 
-    /// Ends the isolation of an event, if this is the one.
+    /// Ends the isolation if it is that of this event.
     pub(crate) fn end_isolation(&mut self, event: (i64, u64)) {
         self.isolating = self.isolating.filter(|isolated| *isolated != event);
     }
 
-    /// Forgets a claim that is finished or given up.
+    /// Removes a claim that is finished or given up. A rollback restores it.
     pub(crate) fn drop_claim(&mut self, id: i64) {
         if let Some(claim) = self.claims.remove(&id) {
             self.undo.claims.push((id, claim));
         }
     }
 
-    /// Forgets a single delivery that is finished or given up.
+    /// Removes a single delivery that is finished or given up. A rollback restores it.
     pub(crate) fn drop_held(&mut self, key: (i64, u64)) -> Option<Held> {
         let held = self.held.remove(&key)?;
         self.undo.held.push((key, held));
@@ -301,16 +300,16 @@ pub(crate) struct Claim {
     pub(crate) lo: u64,
     pub(crate) hi: u64,
     pub(crate) token: i64,
-    /// When the lease ends of events that were never extended.
+    /// The lease end of events whose lease was never extended.
     pub(crate) until: i64,
-    /// Events whose lease was extended, each with its end. The file has the latest of all.
+    /// Events whose lease was extended, each with its lease end. The file has only the latest end of all.
     pub(crate) extended: HashMap<u64, i64>,
     /// Events up to here may have begun; the others are reserved.
     pub(crate) started: u64,
     pub(crate) progress: Progress,
-    /// Average payload bytes of its events.
+    /// The average payload size of the events.
     pub(crate) bytes_each: u64,
-    /// The ids of its events, by position: an ack may record them in the inbox.
+    /// The ids of the events, by position. An ack may record them in the inbox.
     pub(crate) keys: Vec<(u64, EventKey)>,
 }
 
@@ -338,7 +337,7 @@ impl Claim {
         open.filter(|seq| self.until_of(*seq) <= now).collect()
     }
 
-    /// Whether some lease may have ended. Cheap; it may be wrong only by answering yes.
+    /// Whether the lease of an unfinished event has ended. Cheaper than [`ended`](Self::ended) if none has.
     pub(crate) fn may_have_ended(&self, now: i64) -> bool {
         self.until <= now && !self.ended(now).is_empty()
             || self
@@ -356,7 +355,7 @@ pub(crate) struct Held {
     pub(crate) until: i64,
     pub(crate) suspect: bool,
     pub(crate) bytes: u64,
-    /// It failed before, in this run or as a dead letter, so its outcome is kept.
+    /// Whether the event failed before, in this run or as a dead letter. If so, its outcome is kept.
     pub(crate) failed: bool,
 }
 

@@ -1,16 +1,16 @@
-//! What this process hands out: its consumers and their leases.
+//! Deliveries: the consumers of this process and their leases.
 //!
 //! | file | part of the work |
 //! |---|---|
-//! | `consumers.rs` | the consumers, and the deliveries on their way to them |
+//! | `consumers.rs` | the consumers, and the deliveries that they get after the commit |
 //! | `leases.rs` | claims, leased rows, the owner lock |
-//! | `advance.rs` | how a group's position moves over the log |
+//! | `advance.rs` | how a group's cursor moves over the log |
 //! | `claims.rs` | handing out ranges of the log as claims |
 //! | `deliver.rs` | handing out single rows: retries, released events, events without a handler |
 //! | `suspects.rs` | events that were in flight at a crash, one at a time |
 //! | `reserve.rs` | how much of a claim a consumer may begin |
 //! | `expire.rs` | leases that expire, leases of deliveries that were not fetched |
-//! | `recover.rs` | consumers that come and go, owners that died |
+//! | `recover.rs` | consumers that attach and leave, owners that died |
 //! | `restore.rs` | leases after a rollback |
 //!
 //! Acks, retries, releases and dead-lettering are in `settle.rs` beside this folder, the role of that name in
@@ -37,7 +37,7 @@ use crate::deliveries::leases::{Leases, Lost};
 use crate::rows::{LeaseParts as _, Seq as _};
 use crate::tx::Tx;
 
-/// How often the writer looks for owners that died.
+/// How often the writer checks whether an owner has died.
 const OWNER_CHECK: Duration = Duration::from_millis(200);
 /// A moved cursor is stored after at most this time.
 const CURSOR_DELAY: Duration = Duration::from_millis(500);
@@ -49,7 +49,7 @@ pub(crate) struct Deliveries {
 }
 
 impl Deliveries {
-    /// Whether there is something to write without a command.
+    /// Whether the writer must run a transaction although no command waits.
     pub(crate) fn has_work(&mut self, tx: &mut Tx) -> bool {
         if self.consumers.sessions.is_empty() {
             return false;
@@ -68,7 +68,8 @@ impl Deliveries {
             || (tx.groups.stored_at.elapsed() >= CURSOR_DELAY && has_unwritten_cursors(tx))
     }
 
-    /// Hands out every event that can be handed out.
+    /// Hands out every event that can be handed out now. First ends expired leases, takes over the deliveries of
+    /// dead owners, and extends the leases of deliveries that wait in mailboxes.
     pub(crate) fn pump(&mut self, tx: &mut Tx) -> Result<()> {
         let now = tx.now();
         if self.leases_ended(now) {
@@ -82,7 +83,7 @@ impl Deliveries {
         self.share_places(tx, now);
         self.take_deliveries(tx, now)?;
         self.claim_recent(tx)?;
-        // In ordered groups, events that were just appended wait in rows.
+        // In ordered groups, `claim_recent` has put new events into rows.
         if self.deliveries_to_take(tx, now) {
             self.take_deliveries(tx, now)?;
         }

@@ -32,7 +32,7 @@ impl Deliveries {
         free_keys(tx, group)
     }
 
-    /// Stops serving a consumer. Deliveries that it has not fetched go back without an attempt.
+    /// Stops serving a consumer. Deliveries that it has not fetched go back to waiting, without an attempt.
     pub(crate) fn detach(&mut self, tx: &mut Tx, id: u64) -> Result<()> {
         let Some(group) = self.consumers.group_of(id) else {
             return Ok(());
@@ -49,8 +49,8 @@ impl Deliveries {
             .try_for_each(|id| self.take_back_unfetched(tx, id))
     }
 
-    /// Changes how many deliveries a consumer may hold. At zero it is paused, and deliveries that it has not
-    /// fetched go back.
+    /// Changes how many deliveries a consumer may hold. With zero it is paused, and deliveries that it has not
+    /// fetched go back to waiting.
     pub(crate) fn set_prefetch(&mut self, tx: &mut Tx, id: u64, prefetch: usize) -> Result<()> {
         if let Some(session) = self.consumers.sessions.get_mut(&id) {
             session.prefetch = prefetch;
@@ -62,7 +62,7 @@ impl Deliveries {
         Ok(())
     }
 
-    /// Takes back what a consumer has not fetched yet.
+    /// Takes back the deliveries that a consumer has not fetched yet.
     fn take_back_unfetched(&mut self, tx: &mut Tx, id: u64) -> Result<()> {
         let Some(group) = self.consumers.group_of(id) else {
             return Ok(());
@@ -78,7 +78,7 @@ impl Deliveries {
 }
 
 impl Leases {
-    /// Takes the owner lock and an owner number, once.
+    /// Takes the owner lock and an owner number, unless this process has them already.
     pub(crate) fn become_owner(&mut self, tx: &mut Tx) -> Result<()> {
         if self.owner_lock.is_some() {
             return Ok(());
@@ -93,7 +93,7 @@ impl Leases {
         Ok(())
     }
 
-    /// Puts back deliveries that no handler has seen, as if they had not been handed out.
+    /// Puts deliveries that no handler has seen back to waiting, without counting an attempt.
     pub(crate) fn give_back(&mut self, tx: &mut Tx, group: i64, unseen: &[Delivery]) -> Result<()> {
         let now = tx.now();
         for delivery in unseen {
@@ -121,14 +121,14 @@ impl Leases {
         Ok(())
     }
 
-    /// Whether the lock of some other owner is free.
+    /// Whether another owner has died: its lock is free.
     pub(crate) fn some_owner_died(&self, tx: &Tx) -> bool {
         self.other_owners
             .iter()
             .any(|(_, lock)| is_dead(&tx.path, lock))
     }
 
-    /// Takes over what dead owners had in flight.
+    /// Takes over the deliveries that dead owners had in flight.
     pub(crate) fn inherit_from_dead(&mut self, tx: &mut Tx) -> Result<()> {
         let dead: Vec<(i64, String)> = self
             .other_owners
@@ -149,8 +149,8 @@ impl Leases {
         }
     }
 
-    /// Takes over the deliveries that one owner had in flight, and removes the owner. Its claims lose their
-    /// owner and are drained one event at a time. An event that was alone in flight is marked as such.
+    /// Takes over the deliveries that a dead owner had in flight, and removes the owner. Its claims have no owner
+    /// then, and their events are handed out one at a time. An event that was alone in flight is marked as such.
     fn inherit(&mut self, tx: &mut Tx, owner: i64) -> Result<()> {
         let now = tx.now();
         remove_ephemeral(tx, self, owner)?;
@@ -180,7 +180,7 @@ impl Leases {
         strike_owner(tx, owner)
     }
 
-    /// Gives up all leases at an orderly end. An event that was fetched but not settled counts as an attempt.
+    /// Gives up all leases at an orderly end. An event that was fetched but not settled counts as a failed attempt.
     pub(crate) fn leave(&mut self, tx: &mut Tx) -> Result<()> {
         if self.owner_lock.is_none() {
             return Ok(());
@@ -213,14 +213,14 @@ impl Leases {
             self.drop_held(key);
         }
         crash_rows(tx, "owner = ?5 AND ?6 = ?6", (owner, now), ABANDONED, false)?;
-        // A claim that memory does not know is inherited, not forgotten.
+        // Claims in the file that memory does not know, if there are any, are treated like those of a dead owner.
         crash_claims(tx, "owner = ?1 AND ?2 = ?2", (owner, now))?;
         after_crashes(tx)?;
         strike_owner(tx, owner)
     }
 }
 
-/// Loads the groups again after this process inherited deliveries.
+/// Loads the groups again after this process took over deliveries, and lets waiting events of free keys go.
 pub(crate) fn after_crashes(tx: &mut Tx) -> Result<()> {
     reread_groups(tx)?;
     let ids: Vec<i64> = tx.groups.keys().copied().collect();
@@ -232,7 +232,7 @@ fn strike_owner(tx: &mut Tx, owner: i64) -> Result<()> {
     tx.conn.run("striking an owner", sql, [owner])
 }
 
-/// Puts matching leased rows back to waiting, and records the crash.
+/// Puts matching leased rows back to waiting, as suspects, and records a failed attempt.
 pub(crate) fn crash_rows(
     tx: &mut Tx,
     which: &str,
@@ -262,8 +262,8 @@ pub(crate) fn crash_rows(
     )
 }
 
-/// Removes the owner of matching claims. Their old token is no longer valid. Events that were only
-/// reserved go back.
+/// Removes the owner of matching claims; their old token is no longer valid. Events that were only reserved go back
+/// to waiting.
 pub(crate) fn crash_claims(tx: &mut Tx, which: &str, values: (i64, i64)) -> Result<()> {
     give_back_reserved(tx, which, values)?;
     let now = tx.now();

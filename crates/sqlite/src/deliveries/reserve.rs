@@ -1,9 +1,9 @@
-//! Which events of a claim may have begun, and which are only reserved.
+//! Reserved events: the events of a claim that may not begin yet.
 //!
 //! A claim covers more events than its consumer can run at once. Events beyond the consumer's window stay
-//! reserved in its mailbox. The file records how far the claim was opened (`started`), and that is durable
-//! before the consumer gets the event. The mark moves in the transactions that claim and settle, never in a
-//! separate one. After a crash, reserved events go back without an attempt.
+//! reserved in its mailbox. The file records up to which event the claim may have begun (`started`), and this is
+//! durable before the consumer gets the event. The mark moves in the transactions that claim and settle, so it needs
+//! no transaction of its own. After a crash, reserved events go back to waiting without an attempt.
 
 use std::time::Instant;
 
@@ -16,8 +16,8 @@ use crate::sql::Sql as _;
 use crate::tx::Tx;
 
 impl Deliveries {
-    /// Reports settled events to the windows, and divides the places of consumers that have rows due. Half of
-    /// the places are for reserved events, so that neither kind waits for ever.
+    /// Reports settled events to the windows. For consumers whose group has due rows, opens reserved events in half
+    /// of the free places and leaves the other half to the rows, so that neither kind waits for ever.
     pub(crate) fn share_places(&mut self, tx: &mut Tx, now: i64) {
         let (at, step) = (Instant::now(), self.consumers.step);
         let mut shared = Vec::new();
@@ -48,15 +48,15 @@ impl Deliveries {
         }
     }
 
-    /// Whether a reserved event may begin. This is rare outside a transaction that opens it: a claim that
-    /// another process took frees its places.
+    /// Whether a reserved event may begin. Usually the transaction that frees a place also opens a reserved event.
+    /// This finds the rest: another process took a claim, which freed its places.
     pub(crate) fn reserved_may_begin(&self) -> bool {
         let mut sessions = self.consumers.sessions.keys();
         self.leases.isolating.is_none()
             && sessions.any(|id| self.consumers.reserved(*id) > 0 && self.consumers.places(*id) > 0)
     }
 
-    /// Opens as many reserved events as there are places.
+    /// Opens as many reserved events as there are free places.
     pub(crate) fn open_reserved(&mut self) {
         let ids: Vec<u64> = self.consumers.sessions.keys().copied().collect();
         for id in ids {

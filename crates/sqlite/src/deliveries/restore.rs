@@ -1,8 +1,9 @@
-//! Memory after a rollback.
+//! Restores the state in memory after a rollback.
 //!
-//! SQLite rolls the file back; memory must follow. The log, the groups and the leases are loaded again. What
-//! the file does not have (the consumers, the deliveries in their mailboxes, the consumer of each lease) comes
-//! from what [`Consumers`](crate::deliveries::consumers::Consumers) and [`Leases`](crate::deliveries::leases::Leases) kept.
+//! SQLite rolls back the file; memory must follow. The log, the groups and the leases are loaded again. What
+//! the file does not have (the consumers, the deliveries in their mailboxes, the consumer of each lease) comes from
+//! the undo lists of [`Consumers`](crate::deliveries::consumers::Consumers) and
+//! [`Leases`](crate::deliveries::leases::Leases).
 
 use std::collections::HashMap;
 
@@ -18,13 +19,14 @@ use crate::sql::Sql as _;
 use crate::tx::Tx;
 
 impl Deliveries {
-    /// The transaction is durable: nothing needs to be restored.
+    /// Keeps the changes of a durable transaction: forgets how to undo them.
     pub(crate) fn keep_changes(&mut self) {
         self.consumers.keep_changes();
         self.leases.undo = Default::default();
     }
 
-    /// The transaction was rolled back: loads the state from the file. If this fails, it can be called again.
+    /// Undoes the changes of a transaction that was rolled back: loads the state from the file. If this fails, it
+    /// can be called again.
     pub(crate) fn undo_changes(&mut self, tx: &mut Tx) -> Result<()> {
         self.consumers.outgoing.clear();
         self.leases.touched.clear();
@@ -43,8 +45,8 @@ impl Deliveries {
         Ok(())
     }
 
-    /// Our number, if the file knows it: the transaction that registered us may be the one that was
-    /// rolled back.
+    /// The owner number of this process in the file. If the file has none, because the transaction that added it was
+    /// rolled back, drops the owner lock and returns 0.
     fn owner_in_file(&mut self, tx: &Tx) -> Result<i64> {
         let Some(lock) = &self.leases.owner_lock else {
             return Ok(0);
@@ -60,13 +62,12 @@ impl Deliveries {
         Ok(known.unwrap_or(0))
     }
 
-    /// After a rollback: restores the leases in memory that the file confirms. Deliveries without a lease are
-    /// removed from the mailboxes.
+    /// Restores the leases in memory that the file has, and removes deliveries without a lease from the mailboxes.
     fn restore_leases(&mut self, file: &LeasesInFile) {
         let undo = std::mem::take(&mut self.leases.undo);
         let mut claims = std::mem::take(&mut self.leases.claims);
         let mut held = std::mem::take(&mut self.leases.held);
-        // Backwards: what was there first is what the file has.
+        // Undone backwards, so that the oldest value, which the file has, comes last and stays.
         claims.extend(undo.claims.into_iter().rev());
         held.extend(undo.held.into_iter().rev());
         for (id, seq, before) in undo.extended.into_iter().rev() {
@@ -126,7 +127,7 @@ impl Deliveries {
     }
 }
 
-/// The leases of this process in the file.
+/// Reads the leases of this process from the file.
 pub(crate) fn leases_in_file(tx: &Tx, owner: i64) -> Result<LeasesInFile> {
     let doing = "reading the leases again";
     let sql = "SELECT id, token, started, done FROM claims WHERE owner = ?1";

@@ -1,8 +1,8 @@
-//! Suspects, the events that were in flight at a crash.
+//! Suspects: the events that were in flight at a crash.
 //!
-//! A handler that kills its process (a poison event) must be distinguished from those that only ran beside it. So
-//! the events of a dead process are handed out one at a time. An event that was in flight at several crashes
-//! is handed out only while nothing else is in flight: if the process dies once more, that event caused it.
+//! A poison event, whose handler kills the process, must be distinguished from events that were only in flight at the
+//! same time. So the events of a dead process are handed out one at a time. An event that was in flight at several
+//! crashes is handed out only while nothing else is in flight: if the process dies once more, that event caused it.
 
 use everbus_core::{Failure, FailureKind, Result};
 use rusqlite::params;
@@ -22,8 +22,8 @@ use crate::tx::Tx;
 const CRASHES_BEFORE_ISOLATION: i64 = 3;
 
 impl Deliveries {
-    /// Ends an isolation whose event is no longer here: another process took it, or this process has no
-    /// consumer of its group.
+    /// Ends an isolation whose event this process cannot hand out: another process took the event, or this process
+    /// has no consumer of its group that takes events.
     pub(crate) fn drop_stale_isolation(&mut self, tx: &mut Tx) -> Result<()> {
         let Some((group, seq)) = self.leases.isolating else {
             return Ok(());
@@ -31,7 +31,7 @@ impl Deliveries {
         if self.leases.held.contains_key(&(group, seq)) {
             return Ok(());
         }
-        // A paused consumer takes nothing: the isolation would hold up every other group until it goes on.
+        // A paused consumer takes nothing, and the isolation would block every other group until it resumes.
         let takes = |session: &Session| session.group == group && session.prefetch > 0;
         let attended = self.consumers.sessions.values().any(takes);
         if !attended || suspect(tx, "AND seq = ?2", group, to_sql(seq))?.is_none() {
@@ -40,8 +40,8 @@ impl Deliveries {
         Ok(())
     }
 
-    /// Hands out one event that was in flight at a crash: one at a time, to find the event that causes
-    /// crashes; after several crashes only while nothing else is in flight.
+    /// Hands out the next suspect of a group, if no other suspect of it is in flight. After several crashes, the
+    /// suspect is isolated: it is handed out only while nothing else is in flight.
     pub(crate) fn take_suspect(
         &mut self,
         tx: &mut Tx,
@@ -57,7 +57,7 @@ impl Deliveries {
             Some((_, seq)) => {
                 let row = suspect(tx, "AND seq = ?2", group, to_sql(seq))?;
                 if row.is_none() {
-                    // The event is gone, so nothing needs to be isolated.
+                    // The row no longer exists, so nothing needs to be isolated.
                     self.leases.isolating = None;
                 }
                 row
@@ -135,7 +135,7 @@ pub(crate) fn suspect(
     )
 }
 
-/// Moves the next unfinished event of an inherited claim into its own row.
+/// Moves the next unfinished event of a claim without an owner into its own row, unless a suspect waits already.
 pub(crate) fn separate_inherited(tx: &mut Tx, group: i64, now: i64) -> Result<()> {
     let doing = "recovering";
     let sql = "SELECT EXISTS (SELECT 1 FROM deliveries
@@ -157,7 +157,7 @@ pub(crate) fn separate_inherited(tx: &mut Tx, group: i64, now: i64) -> Result<()
     write_inherited(tx, &claim)
 }
 
-/// Stores the bitmap of an inherited claim; removes it if it is finished.
+/// Stores the bitmap of a claim without an owner; removes the claim if it is finished.
 pub(crate) fn write_inherited(tx: &Tx, claim: &StoredClaim) -> Result<()> {
     let (doing, id, progress) = ("recovering", claim.id, &claim.progress);
     if progress.is_complete(claim.hi) {
@@ -168,7 +168,7 @@ pub(crate) fn write_inherited(tx: &Tx, claim: &StoredClaim) -> Result<()> {
     tx.conn.run(doing, sql, params![id, done])
 }
 
-/// A row for an event whose last attempt ended with a crash.
+/// Adds a row for an event whose last attempt ended with a crash.
 pub(crate) fn insert_suspect(
     tx: &mut Tx,
     group: i64,

@@ -24,8 +24,8 @@
 //! A job of another module (retention, the audit trail, dead letters, …) gets the writer and passes the parts
 //! on that it needs, usually only the transaction.
 
-mod disk_full;
 mod ending;
+mod low_space;
 mod patience;
 mod transaction;
 
@@ -320,7 +320,7 @@ impl Writer {
         }
         let mut appends = commands;
         let mut others: Vec<Command> = appends.extract_if(.., |c| !c.is_append()).collect();
-        let appends = self.refuse_if_full(appends);
+        let appends = self.refuse_if_low_on_space(appends);
         if let Err(error) = self.settle_apart(&mut others) {
             let refused = appends.into_iter().chain(others);
             refused.for_each(|command| command.fail(error.clone()));

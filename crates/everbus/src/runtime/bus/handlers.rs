@@ -1,4 +1,4 @@
-//! Handlers and their groups: subscribing, mounting routers, and taking both away again.
+//! Handlers and their groups: subscribing, mounting routers, and removing both again.
 
 use std::collections::BTreeSet;
 
@@ -27,8 +27,8 @@ impl Bus {
     /// earlier routers, and from schemas) is logged as a warning: it is probably a typing error.
     ///
     /// Logs a warning for each pattern that a group is still subscribed to and that no handler of this bus
-    /// takes, because a handler was removed or its pattern narrowed. The warning comes when the bus starts,
-    /// or here if it runs already; see [`Router::exactly`].
+    /// takes, because a handler was removed or its pattern narrowed. The warning is logged when the bus
+    /// starts, or by this call if the bus runs already; see [`Router::exactly`].
     pub async fn mount(&self, router: Router) -> Result<Vec<SubscriptionId>> {
         let resolved = router.resolve()?;
         let subscriptions = resolved.subscriptions.iter();
@@ -52,8 +52,8 @@ impl Bus {
     }
 
     /// Removes a subscription, its handler and its durable record. Running calls of the handler finish; no
-    /// new call begins. Pending events of the group that no other handler here matches are left to other
-    /// processes.
+    /// new call begins. Pending events of the group that no other handler of this bus matches are left to
+    /// other processes.
     pub async fn unsubscribe(&self, id: SubscriptionId) -> Result<()> {
         let mut registry = self.inner.registry.lock().await;
         self.accepts()?;
@@ -61,8 +61,8 @@ impl Bus {
         shared.unless_ending(registry.unsubscribe(shared, id)).await
     }
 
-    /// Removes a handler from this bus, as a process that ends does: its subscription stays, and its events
-    /// wait for a handler here or in another process. Running calls of the handler finish.
+    /// Removes a handler from this bus, as if its process had ended: the subscription stays, and its events
+    /// wait for a handler in this or another process. Running calls of the handler finish.
     pub async fn detach(&self, id: SubscriptionId) -> Result<()> {
         let mut registry = self.inner.registry.lock().await;
         self.accepts()?;
@@ -111,8 +111,8 @@ impl Bus {
         }
     }
 
-    /// Whether the inbox of a group may skip events that it has on record. False if the handlers of the
-    /// group are not in this process: then the answer is unknown.
+    /// Whether the inbox of a group may skip events that the group has handled before: a handler of the group
+    /// is idempotent. Also true if this process has no handlers of the group, because then it is not known.
     pub(crate) async fn may_absorb(&self, group: &GroupName) -> bool {
         let registry = self.inner.registry.lock().await;
         let handlers = registry.handlers(group);

@@ -1,4 +1,4 @@
-//! The life of a bus: from start to shutdown, or to being dropped.
+//! The life of a bus: start, shutdown, and what happens when it is dropped without a shutdown.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::runtime::pauses;
 use crate::runtime::retention;
 use crate::runtime::shutdown::{self, Shutdown};
 
-/// `None` until the shutdown has finished.
+/// The report of the shutdown; `None` until the shutdown has finished.
 pub(super) type Ending = Option<Result<Shutdown>>;
 
 impl Bus {
@@ -26,7 +26,7 @@ impl Bus {
         let _ = self.inner.runtime.set(Handle::current());
         let shared = &self.inner.shared;
         shared.declare_streams().await?;
-        // Before the first handler runs: a group that is paused stays so across restarts.
+        // Loaded before the first handler runs: a paused group stays paused across restarts.
         pauses::load(shared).await;
         if !registry.start(shared) {
             return Ok(());
@@ -48,15 +48,15 @@ impl Bus {
         Ok(())
     }
 
-    /// Shuts down within the configured time (30 s unless set), as
-    /// [`shutdown_within`](Self::shutdown_within) does.
+    /// Shuts down like [`shutdown_within`](Self::shutdown_within), with the configured time for handlers
+    /// (30 s unless set).
     pub async fn shutdown(&self) -> Result<Shutdown> {
         self.shutdown_within(self.inner.shared.options.shutdown_timeout)
             .await
     }
 
-    /// Shuts down: refuses new publishes and subscriptions (`EventBusShutdownError`), gives back events
-    /// that no handler has begun, lets running handlers finish within `timeout`, makes their outcomes
+    /// Shuts down: refuses new publishes and subscriptions (`EventBusShutdownError`), releases events that
+    /// no handler has begun, lets running handlers finish within `timeout`, makes their outcomes
     /// durable and closes the engine. It returns at the latest 5 seconds after `timeout`: this extra time
     /// is for outcomes and the engine, when the handlers have used all of `timeout` or another program
     /// holds the file.
@@ -67,7 +67,7 @@ impl Bus {
     ///
     /// Shutting down twice, also at the same time, is harmless: both calls return the report of the first.
     /// Dropping the future does not stop the shutdown. A handler that awaits the shutdown of the bus it
-    /// runs on waits for itself and is abandoned.
+    /// runs on would wait for itself; it is abandoned.
     pub async fn shutdown_within(&self, timeout: Duration) -> Result<Shutdown> {
         let mut ending = self.begin_shutdown(timeout);
         let report = ending.wait_for(Option::is_some).await;

@@ -13,13 +13,13 @@ use crate::overflow::{Collect, Collected};
 use crate::payloads::PayloadStages;
 
 impl Bus {
-    /// The log itself, for reading and tailing events; `Unsupported` where the engine cannot.
+    /// The log, for reading and following events; `Unsupported` if the engine has no log to read.
     pub fn log(&self) -> Result<&dyn Log> {
         self.inner.shared.engine.log()
     }
 
-    /// Finds events by id, and returns the state of an event in every group; `Unsupported` where the engine
-    /// cannot.
+    /// Finds events by id, and returns the state of an event in every group; `Unsupported` if the engine
+    /// cannot do this.
     pub fn lookup(&self) -> Result<&dyn Lookup> {
         self.inner.shared.engine.lookup()
     }
@@ -51,7 +51,7 @@ impl Bus {
         PayloadStages::new(self.inner.shared.environment.clone())
     }
 
-    /// Values by key, in the bucket of this name; `Unsupported` where the engine keeps none. They need no
+    /// The key-value bucket of this name; `Unsupported` if the engine has no key-value store. It needs no
     /// started bus.
     ///
     /// ```
@@ -92,7 +92,7 @@ impl Bus {
         self.inner.shared.audit()
     }
 
-    /// The upkeep of the engine's file; `Unsupported` where it has none.
+    /// The maintenance of the engine's storage; `Unsupported` if the engine has none.
     pub fn maintenance(&self) -> Result<&dyn Maintenance> {
         self.inner.shared.engine.maintenance()
     }

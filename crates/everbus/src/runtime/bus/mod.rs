@@ -27,7 +27,7 @@ use crate::runtime::options::BusOptions;
 use crate::runtime::subscription::registry::Registry;
 use crate::stats::BusStats;
 
-/// How long [`Bus::health`] waits for an answer of the engine.
+/// How long [`Bus::health`] waits for the answer of the engine.
 const PING: Duration = Duration::from_secs(3);
 
 /// A bus on an open engine. Clones are the same bus.
@@ -50,7 +50,7 @@ struct Inner {
 }
 
 impl Bus {
-    /// A bus on an engine that is open already.
+    /// Makes a bus on an engine that is already open.
     pub fn with_engine(engine: Engine, options: BusOptions) -> Result<Bus> {
         if let Some(required) = options.require_durability {
             engine.require_durability(required)?;
@@ -105,8 +105,8 @@ impl Bus {
 
     /// Whether this bus works: [`failure`](Self::failure), the first of
     /// [`stopped_groups`](Self::stopped_groups), or [`Unavailable`](everbus_core::Code::Unavailable) if the
-    /// engine's server does not answer within three seconds. While a server is away, publishers get that error
-    /// and consumers go on by themselves when it is back.
+    /// engine's server does not answer within three seconds. While the server is not available, publishers get
+    /// that error; consumers continue by themselves when it is available again.
     pub async fn health(&self) -> Result<()> {
         let shared = &self.inner.shared;
         shared.accepts()?;
@@ -122,7 +122,7 @@ impl Bus {
         })
     }
 
-    /// The groups with handlers here that have stopped, and why: another process removed the group, or the
+    /// The groups with handlers in this bus that have stopped, and why: another process removed the group, or the
     /// engine failed. After a removal the other groups and publishes continue. To use a removed group
     /// again, unsubscribe its handlers and subscribe them again.
     pub fn stopped_groups(&self) -> Vec<(GroupName, Error)> {

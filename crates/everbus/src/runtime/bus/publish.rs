@@ -83,7 +83,7 @@ impl Bus {
     }
 
     async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<Receipt>>> {
-        // Checked first: the caller may have polled this future only after a shutdown.
+        // Checked here, not before the future is made: a shutdown may begin before the first poll.
         self.accepts()?;
         let source = self.inner.shared.options.source.as_ref();
         let events = events
@@ -102,7 +102,7 @@ impl Bus {
         Ok(receipts.collect())
     }
 
-    /// Whether an event that comes out of an outbox would be published.
+    /// Checks whether an event of an outbox may be published.
     #[cfg(feature = "sqlite")]
     pub(crate) fn check_relayed(&self, event: &Event) -> Result<()> {
         let shared = &self.inner.shared;
@@ -110,19 +110,20 @@ impl Bus {
         shared.check_event(event, None)
     }
 
-    /// The most bytes that the payload of an event may have. With an object store it is what the store may take.
+    /// The largest accepted payload in bytes: [`BusOptions::max_payload`](crate::BusOptions::max_payload), or else
+    /// the limit of the object store, or else 1 MiB.
     pub fn max_payload(&self) -> usize {
         let shared = &self.inner.shared;
         shared.options.max_payload.unwrap_or_else(|| shared.most())
     }
 
-    /// Appends events that were checked, as a publish does, but adds no ambient values
-    /// (correlation id, trace): a relay or a replay must not add its own.
+    /// Appends events that were checked, as a publish does, but adds no ambient values (correlation id,
+    /// trace): a relay or a replay must not add the values of its own task.
     pub(crate) async fn append_as_is(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         let shared = &self.inner.shared;
         shared.accepts()?;
-        // Held until the append is over. Boxed only where it is needed: most publishes have no limits, and
-        // their futures should be small.
+        // The admission is held until the append is over. Its future is boxed, so that publishes without
+        // limits, which are most, have a small future.
         let mut admitted = Admitted::default();
         if shared.admission.is_limited() {
             let depth = shared.engine.depth.as_deref();
@@ -135,7 +136,7 @@ impl Bus {
                 tracing::warn!(target: "everbus::bus", %event_type, dropped, "old events were skipped to make room for new ones");
             });
         }
-        // After every wait: an object should be referred to soon after it was put.
+        // Done after every wait, so that the event that refers to the object is stored soon after it.
         let over = |objects: &Arc<Objects>| events.iter().any(|event| objects.is_over(event));
         if shared.objects.as_ref().is_some_and(over) {
             return Box::pin(shared.append_split(events)).await;
@@ -145,20 +146,22 @@ impl Bus {
 }
 
 impl Shared {
-    /// Whether an event may be stored: checks its stream, its size, and its schema if there is one. A
-    /// payload that was just serialised from the Rust type that the schema comes from is not checked again.
+    /// Checks whether an event may be published: its type is not reserved, a stream covers it, its payload is
+    /// complete and not too large, and its schema accepts it. A payload that was just serialised from the Rust
+    /// type of the schema is not checked against the schema.
     pub(crate) fn check_event(&self, event: &Event, rust_type: Option<&str>) -> Result<()> {
         self.check_within(self.most(), event, rust_type)
     }
 
-    /// The limit of a payload, unless one is set.
+    /// The largest accepted payload if the options set none: the limit of the object store, or else
+    /// [`TRAVELS`].
     fn most(&self) -> usize {
         let objects = self.objects.as_ref();
         objects.and_then(|o| o.limit()).unwrap_or(TRAVELS)
     }
 
-    /// Whether an event may be stored that cannot be moved to the object store: it is made inside a
-    /// transaction.
+    /// Like [`check_event`](Self::check_event), for an event whose payload cannot be moved to the object
+    /// store, because the event is published in the transaction of an ack.
     pub(crate) fn check_unsplit(&self, event: &Event) -> Result<()> {
         self.check_within(TRAVELS, event, None)
     }
@@ -188,7 +191,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether a stream covers the type of an event.
+    /// Checks that a stream covers the type of an event, if streams are declared.
     pub(crate) fn check_stream(&self, event: &Event) -> Result<()> {
         let streams = &self.options.streams;
         if streams.is_declared() {
@@ -212,8 +215,8 @@ impl Shared {
         Ok(events)
     }
 
-    /// Moves large parts to the object store, then appends. Objects that the append did not need are deleted:
-    /// else a publisher that repeats a large event leaves one for a day, each time.
+    /// Moves large parts to the object store, then appends. Deletes the objects of events that were surely not
+    /// stored: otherwise every repeated publish of a large event would leave an object for a day.
     async fn append_split(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         let events = self.unless_ending(self.offload(events)).await?;
         let answers = self.append(events.clone()).await;
@@ -235,7 +238,7 @@ impl Shared {
         answers
     }
 
-    /// Appends events that have been accepted, and counts them.
+    /// Appends events that were checked and admitted, and counts them. Remembers a fatal error of the engine.
     async fn append(&self, events: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         self.declare_streams().await?;
         // A metrics recorder is user code; a panic in it must not fail a publish whose event is stored.
@@ -266,8 +269,8 @@ impl Shared {
     }
 }
 
-/// Refuses event types that are reserved for the bus: subscribers of `system.dead_letter` rely on them.
-/// Copies are allowed, because an operator asked for them.
+/// Refuses event types that are reserved for the bus (`system.*`): their subscribers rely on the bus as the
+/// only publisher. Copies of a replay are allowed, because an operator asked for them.
 fn check_not_reserved(event: &Event) -> Result<()> {
     let is_reserved = event.event_type().starts_with("system.");
     if !is_reserved || event.metadata().contains_key(REPLAY_OF) {

@@ -36,7 +36,7 @@ pub(crate) struct Shared {
     /// The object store for large payloads, if there is one.
     pub(crate) objects: Option<Arc<Objects>>,
     pub(super) admission: Admission,
-    /// Filled once the engine knows the streams.
+    /// Set once the engine knows the streams.
     streams_declared: OnceCell<()>,
     schemas: RwLock<Arc<Schemas>>,
     /// Whether there are any schemas, so that a publish without schemas takes no lock.
@@ -80,7 +80,7 @@ impl Shared {
         })
     }
 
-    /// Whether the bus accepts publishes and subscriptions.
+    /// Fails if the bus no longer accepts publishes and subscriptions: it is shut down or has failed.
     pub(crate) fn accepts(&self) -> Result<()> {
         match self.state.load(Ordering::Acquire) {
             OPEN => Ok(()),
@@ -89,7 +89,7 @@ impl Shared {
         }
     }
 
-    /// Makes sure that the engine knows the streams; they are declared once for each bus.
+    /// Declares the streams to the engine, unless this bus has done so before.
     pub(crate) async fn declare_streams(&self) -> Result<()> {
         if self.streams_declared.initialized() {
             return Ok(());
@@ -103,7 +103,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Remembers the first fatal failure of the engine. Returns whether this error is fatal.
+    /// If the error is fatal, remembers it as the failure of the bus, unless there is one already. Returns
+    /// whether the error is fatal.
     pub(crate) fn fail_if_fatal(&self, error: &Error) -> bool {
         let fatal = error.class() == Class::Final && error.code() != Code::EventBusShutdownError;
         if fatal && self.failure.set(error.clone()).is_ok() {
@@ -131,7 +132,8 @@ impl Shared {
         self.stopped_groups.lock()
     }
 
-    /// Asks the engine for a change, until the shutdown begins: a slow engine must not delay the shutdown.
+    /// Awaits `change`, a request to the engine, but fails as soon as the shutdown begins: a slow engine must
+    /// not delay the shutdown. Remembers a fatal error.
     pub(crate) async fn unless_ending<T>(
         &self,
         change: impl Future<Output = Result<T>>,

@@ -12,19 +12,21 @@ use super::plan::{Gate, MatchTable, Plan};
 use super::queue::Work;
 use crate::guard;
 
-/// The largest batch of deliveries.
+/// At most this many deliveries are fetched at once.
 const BATCH: usize = 256;
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The result of one turn of the loop.
+/// The result of one pass of the loop.
 enum Fetched {
+    /// The engine returned a batch, which may be empty.
     Events,
-    /// The engine was not asked, or another change came first.
+    /// Nothing was fetched: the group was paused, a breaker was open, there is no handler, or the plan
+    /// changed first.
     Nothing,
 }
 
-/// A consumer, with the last plan and the last gate it was given.
+/// An open consumer, with the plan and the gate that it has now.
 struct Consuming {
     consumer: Box<dyn Consumer>,
     plan: Arc<Plan>,
@@ -32,9 +34,9 @@ struct Consuming {
 }
 
 impl Consuming {
-    /// Opens or shuts the consumer as the gate says. The consumer stays in its group: leaving and joining
-    /// again is a rebalance on some engines.
-    async fn turn(&mut self, gate: Gate) -> Result<()> {
+    /// Pauses or resumes the consumer if the gate has changed. The consumer stays in its group: leaving and
+    /// joining again is a rebalance on some engines.
+    async fn set_gate(&mut self, gate: Gate) -> Result<()> {
         if self.gate != gate {
             match gate {
                 Gate::Shut => self.consumer.pause().await?,
@@ -47,6 +49,7 @@ impl Consuming {
 }
 
 impl Runner {
+    /// Fetches batches until the group stops, then closes the consumer. Repeats after errors that may pass.
     pub(super) async fn fetch_loop(self: Arc<Self>) {
         let mut consuming = None;
         let mut table = MatchTable::new(self.plan(), self.shared.schemas());
@@ -55,7 +58,7 @@ impl Runner {
             let fetched = {
                 let mut once = pin!(self.fetch_once(&mut consuming, &mut table));
                 if outage.is_on() {
-                    // An engine that accepts a wait for events is available.
+                    // The outage is over too if the engine lets the loop wait this long without an error.
                     tokio::select! {
                         biased;
                         fetched = &mut once => fetched,
@@ -87,7 +90,7 @@ impl Runner {
         close(consuming).await;
     }
 
-    /// Applies the plan, then waits for one batch or for a change.
+    /// Applies the plan, then waits for one batch or for a change. Queues the batch.
     async fn fetch_once(
         self: &Arc<Self>,
         consuming: &mut Option<Consuming>,
@@ -121,7 +124,8 @@ impl Runner {
                 consumer.fetch(most).await
             } => batch?,
         };
-        // Uses the newest plan: a handler that was subscribed before an event was published gets the event.
+        // The plan may have changed during the fetch. The newest plan is used, so that a handler gets every
+        // event that was published after it was subscribed.
         table.follow(self.plan(), self.shared.schemas());
         let work = batch.into_iter().map(|delivery: Delivery| {
             let event_type = delivery.record.event.type_arc();
@@ -133,14 +137,13 @@ impl Runner {
         });
         let mut work: Vec<Work> = work.collect();
         self.put_off(&mut work);
-        self.ask_inbox(&mut work).await;
+        self.read_inbox(&mut work).await;
         self.spawn_worker(self.queue.push(work.into_iter()));
         self.depth.set(self.queue.depth());
         Ok(Fetched::Events)
     }
 
-    /// Gives back events whose publisher asked for a later delivery, until that time. This counts no
-    /// attempt.
+    /// Releases events whose publisher asked for a later delivery, until that time. This counts no attempt.
     fn put_off(&self, work: &mut Vec<Work>) {
         let not_before = |work: &Work| work.delivery.record.event.attributes()?.not_before;
         if work.iter().all(|work| not_before(work).is_none()) {
@@ -151,13 +154,13 @@ impl Runner {
         let early: Vec<Work> = early.collect();
         for work in early {
             let after = not_before(&work).map_or(Duration::ZERO, |at| at.since(now));
-            self.queue.give_back(std::iter::once(work), after);
+            self.queue.release(std::iter::once(work), after);
         }
     }
 
-    /// Marks events that the group has handled before. If the inbox does not answer, the events are given
-    /// back: they must not be handled twice, and they have not failed.
-    async fn ask_inbox(&self, work: &mut Vec<Work>) {
+    /// Marks events of idempotent handlers that the group has handled before. If the inbox cannot be read,
+    /// these events are released: they must not be handled twice, and they have not failed.
+    async fn read_inbox(&self, work: &mut Vec<Work>) {
         let asked = || work.iter().filter(|work| work.matched.idempotent);
         let records: Vec<_> = asked().map(|w| w.delivery.record.clone()).collect();
         if records.is_empty() {
@@ -182,33 +185,33 @@ impl Runner {
                     tracing::warn!(target: "everbus::dispatch", %group, ?error, "the inbox did not answer; the events are given back");
                 });
                 let unknown = work.extract_if(.., |work| work.matched.idempotent);
-                self.queue.give_back(unknown, LONGEST_PAUSE);
+                self.queue.release(unknown, LONGEST_PAUSE);
             }
         }
     }
 
-    /// While the group is paused it holds nothing and fetches nothing.
+    /// Handles a pause of the group: releases what waits, pauses the consumer, and waits for a change.
     async fn wait_for_resume(&self, consuming: &mut Option<Consuming>) -> Result<()> {
-        self.queue.give_back_waiting();
+        self.queue.release_waiting();
         if let Some(consuming) = consuming {
-            consuming.turn(Gate::Shut).await?;
+            consuming.set_gate(Gate::Shut).await?;
         }
         self.changed.notified().await;
         Ok(())
     }
 
-    /// While a breaker of a critical handler is open, the group holds nothing and fetches nothing until the
-    /// breaker allows a probe.
+    /// Handles an open breaker of a critical handler: releases what waits, pauses the consumer, and waits
+    /// until every critical breaker allows a call, or for a change.
     async fn wait_for_breakers(
         &self,
         consuming: &mut Option<Consuming>,
         plan: &Plan,
     ) -> Result<()> {
-        self.queue.give_back_waiting();
+        self.queue.release_waiting();
         if let Some(consuming) = consuming {
-            consuming.turn(Gate::Shut).await?;
+            consuming.set_gate(Gate::Shut).await?;
         }
-        for breaker in &plan.gates {
+        for breaker in &plan.critical_breakers {
             tokio::select! {
                 () = breaker.ready() => {}
                 () = self.changed.notified() => return Ok(()),
@@ -217,7 +220,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Opens, changes or closes the consumer as the plan requires.
+    /// Makes the consumer follow the plan: keeps it, changes its patterns and prefetch, or closes it and
+    /// opens a new one. A plan without handlers has no consumer.
     async fn follow_plan(
         &self,
         consuming: &mut Option<Consuming>,
@@ -225,7 +229,9 @@ impl Runner {
         gate: Gate,
     ) -> Result<()> {
         match consuming {
-            Some(current) if Arc::ptr_eq(&current.plan, &plan) => return current.turn(gate).await,
+            Some(current) if Arc::ptr_eq(&current.plan, &plan) => {
+                return current.set_gate(gate).await;
+            }
             Some(current) if !plan.handlers.is_empty() && plan.consumes_like(&current.plan) => {
                 current.consumer.set_handled(plan.patterns());
                 let prefetch = plan.prefetch_at(gate);
@@ -256,7 +262,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Whether fetching continues after this error.
+    /// Whether fetching continues after this error. If it does not, and the group is still needed, records
+    /// that the group has stopped.
     fn survives(&self, error: &Error) -> bool {
         let group = &self.group;
         if error.code() == Code::EventBusShutdownError {
@@ -282,6 +289,7 @@ impl Runner {
     }
 }
 
+/// Closes the consumer, if there is one. An error is only logged.
 async fn close(consuming: Option<Consuming>) {
     if let Some(Consuming { consumer, .. }) = consuming
         && let Err(error) = consumer.close().await

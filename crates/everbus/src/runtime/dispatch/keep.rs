@@ -1,4 +1,4 @@
-//! The lease keeper: while this process lives, it extends the leases of its deliveries.
+//! The lease keeper: extends the leases of a group's deliveries until they are settled.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ impl Runner {
     /// Extends every lease of the group three times per lease duration, and at once when the lease duration
     /// changes. Uses real time, because handlers take real time.
     ///
-    /// After an error it does not wait for the next third: the outage may end before the leases do.
+    /// After an error that may pass it tries again sooner: the outage may end before the leases do.
     pub(super) async fn keep_leases(self: Arc<Self>) {
         let mut length = self.lease.subscribe();
         let doing = "extending leases";
@@ -54,7 +54,8 @@ impl Runner {
         }
     }
 
-    /// Extends every held lease. On an error the caller extends them all again.
+    /// Extends every held lease. Fails if the whole request fails, or if a lease was not extended with an
+    /// error that may pass; the caller then extends all held leases again.
     async fn extend_held(&self, lease: Duration) -> Result<()> {
         let held = self.queue.held();
         if held.is_empty() {
@@ -70,8 +71,8 @@ impl Runner {
         for error in answers.into_iter().filter_map(Result::err) {
             match error.class() {
                 Class::Passing | Class::Unknown => return Err(error),
-                // Some deliveries were settled since the leases were listed; for the others the settlement
-                // reports the lost lease.
+                // Either the delivery was settled after `held` was read, or its lease is lost. The settler
+                // reports a lost lease.
                 _ => lost += 1,
             }
         }
@@ -85,7 +86,8 @@ impl Runner {
         Ok(())
     }
 
-    /// Tells the handlers that watch their lease.
+    /// Tells the handlers that watch their lease whether it was extended or lost. An answer with another
+    /// error tells them nothing.
     fn tell_watches(&self, held: &[Lease], answers: &[Result<()>], lease: Duration) {
         let became = |wanted: &Lease| {
             let at = held.iter().position(|lease| lease == wanted)?;
@@ -105,8 +107,8 @@ impl Runner {
         }
     }
 
-    /// Whether the leases that were held at `since` have ended by now, as far as this process knows: none
-    /// of them was extended in time.
+    /// Whether leases that were held at `since` have ended by now, as far as this process knows: since then,
+    /// no extension of all leases succeeded within the lease duration.
     pub(super) fn leases_are_over(&self, since: Instant) -> bool {
         let kept_at = self
             .kept_at

@@ -1,6 +1,7 @@
-//! Dispatch: brings the deliveries of the engine to the handlers, and their outcomes back to the engine.
+//! Dispatch: brings deliveries from the engine to the handlers, and outcomes from the handlers to the engine.
 //!
-//! Each group has a [`Runner`] with separate tasks, so that a slow or failing group does not delay another:
+//! Each group has its own [`Runner`] with its own tasks, so that a slow or failing group does not delay
+//! another group:
 //!
 //! ```text
 //!            fetch             pop                settlements
@@ -8,7 +9,7 @@
 //!                       └───────────── leases held ─────────────────┘ ───────▶ lease keeper
 //! ```
 //!
-//! One lock per event: a worker hands in its settlement and takes its next delivery in one step.
+//! A worker hands in its settlement and takes its next delivery under one lock, so an event costs one lock.
 
 mod fetch;
 mod keep;
@@ -34,16 +35,16 @@ use crate::stats::QueueDepth;
 pub(crate) use plan::{Matched, Plan};
 use queue::Queue;
 
-/// After the time for handlers, a shutdown spends at most this long on making outcomes durable and closing
+/// How long a shutdown may take after the time for handlers is over, to make outcomes durable and to close
 /// the engine. [`Bus::shutdown_within`](crate::Bus::shutdown_within) documents the number.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 
-/// What was not finished when the group ended.
+/// How much was not finished when the group ended.
 #[derive(Default)]
 pub(crate) struct Leftovers {
     /// Handlers that were still running.
     pub(crate) abandoned: usize,
-    /// Handlers that had finished and whose outcome is not known to be durable.
+    /// Handlers that had finished, but whose outcome is not known to be durable.
     pub(crate) unsettled: usize,
 }
 
@@ -55,10 +56,11 @@ pub(crate) struct Runner {
     plan: Mutex<Arc<Plan>>,
     /// Tells the fetch loop to look at the plan and the breakers again.
     changed: Arc<Notify>,
-    /// The lease duration of the open consumer. It changes only when all deliveries of the previous
-    /// consumer are in the queue, where the lease keeper sees them.
+    /// The lease duration of the open consumer. It changes only after the previous consumer is closed: all
+    /// its deliveries are then in the queue, where the lease keeper sees them.
     lease: watch::Sender<Duration>,
-    /// When all held leases were last extended with success.
+    /// When the lease keeper last began an extension of all held leases that succeeded. `None` before the
+    /// first one.
     kept_at: Mutex<Option<Instant>>,
     queue: Queue,
     depth: QueueDepth,
@@ -74,6 +76,7 @@ struct Tasks {
 }
 
 impl Runner {
+    /// Starts the tasks of a group.
     pub(crate) fn start(shared: Arc<Shared>, group: GroupName, plan: Plan) -> Arc<Self> {
         shared.group_not_stopped(&group);
         let changed = Arc::new(Notify::new());
@@ -111,12 +114,13 @@ impl Runner {
         self.changed.notify_one();
     }
 
-    /// Whether the group has stopped because the engine failed or the group was removed.
+    /// Whether the group stops or has stopped: it was told to stop, the engine failed, or the group was
+    /// removed.
     pub(crate) fn has_stopped(&self) -> bool {
         self.queue.is_stopping()
     }
 
-    /// Ends the group in the background.
+    /// Stops the group in the background, with the shutdown timeout of the bus.
     pub(crate) fn retire(self: Arc<Self>) {
         let deadline = Instant::now() + self.shared.options.shutdown_timeout;
         tokio::spawn(self.stop(deadline));
@@ -126,8 +130,8 @@ impl Runner {
         self.plan.lock().clone()
     }
 
-    /// Ends the group: gives back deliveries that have not begun, waits for running handlers until the
-    /// deadline, and makes every outcome durable if possible within the [`GRACE`] after that.
+    /// Stops the group: releases deliveries that no handler has begun, waits for running handlers until the
+    /// deadline, and makes every outcome durable if that is possible within [`GRACE`] after the deadline.
     pub(crate) async fn stop(self: Arc<Self>, deadline: Instant) -> Leftovers {
         let tasks = std::mem::take(&mut *self.tasks.lock());
         self.queue.stop();
@@ -140,7 +144,7 @@ impl Runner {
         workers.detach_all();
         let end = deadline + GRACE;
         if let Some(fetch) = tasks.fetch {
-            // The fetch loop may still have deliveries to give back.
+            // The fetch loop may still release deliveries.
             let _ = tokio::time::timeout_at(end, fetch).await;
         }
         self.queue.finish(end);

@@ -1,5 +1,5 @@
-//! An outage of the engine, as seen by one loop of a group: logged once when it begins and once when it
-//! ends, with backoff between the tries.
+//! An outage of the engine, as seen by one loop of a group. It is logged once when it begins and once when
+//! it ends. The pause between the tries doubles up to a limit.
 
 use std::time::Duration;
 
@@ -9,10 +9,12 @@ use tokio::time::Instant;
 use crate::guard;
 
 pub(super) struct Outage {
+    /// What the loop does, for the log.
     doing: &'static str,
     group: GroupName,
     first_pause: Duration,
     longest_pause: Duration,
+    /// `None` while the engine is available.
     current: Option<Current>,
 }
 
@@ -43,7 +45,7 @@ impl Outage {
         self.current.is_some()
     }
 
-    /// A try failed. Returns how long to wait before the next.
+    /// Records a failed try. Returns how long to wait before the next one.
     pub(super) fn goes_on(&mut self, error: &Error) -> Duration {
         if let Some(current) = &mut self.current {
             current.tries += 1;
@@ -62,7 +64,7 @@ impl Outage {
         self.first_pause.min(self.longest_pause)
     }
 
-    /// A try succeeded.
+    /// Records a success: ends the outage, if there is one.
     pub(super) fn is_over(&mut self) {
         if let Some(Current { since, tries, .. }) = self.current.take() {
             let took_ms = u64::try_from(since.elapsed().as_millis()).unwrap_or(u64::MAX);
@@ -73,7 +75,7 @@ impl Outage {
         }
     }
 
-    /// The loop gives up and logs the reason itself.
+    /// Ends the outage without a log line. For a loop that gives up and logs the reason itself.
     pub(super) fn forget(&mut self) {
         self.current = None;
     }

@@ -1,4 +1,4 @@
-//! The plan of a group: its handlers, how much it prefetches, and which handlers an event type goes to.
+//! The plan of a group: its handlers, how it consumes, and which handlers match each event type.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,29 +14,31 @@ use crate::schema::Schemas;
 use crate::stats::Meter;
 use crate::streams;
 
-/// A lease outlives the longest handler by this much.
+/// A lease lasts this much longer than the longest handler timeout, unless a handler sets its own lease.
 const LEASE_MARGIN: Duration = Duration::from_secs(10);
-/// When a group has seen more event types than this, the table is cleared and built again, so that it stays
+/// How many event types the table of a group remembers. One more type clears the table, so that it stays
 /// small.
-const MOST_TYPES: usize = 10_000;
+const MAX_TYPES: usize = 10_000;
 
-/// The handlers of a group and how they are fed.
+/// The handlers of a group, and the settings with which the group consumes.
 pub(crate) struct Plan {
     pub(super) handlers: Vec<Arc<Registered>>,
     pub(super) concurrency: usize,
     pub(super) prefetch: usize,
     pub(super) lease: Duration,
     no_handler_after: Duration,
-    /// While one of these is open the group fetches nothing.
-    pub(super) gates: Vec<Breaker>,
+    /// The breakers of the critical handlers. While one is open, the group fetches nothing.
+    pub(super) critical_breakers: Vec<Breaker>,
 }
 
-/// How the group may fetch, given the state of its critical handlers' breakers.
+/// How much the group may fetch; the breakers of its critical handlers decide.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Gate {
+    /// As much as it prefetches.
     Free,
-    /// One event at a time, as a probe.
+    /// One event at a time, as a probe of a dependency.
     Probe,
+    /// Nothing.
     Shut,
 }
 
@@ -54,13 +56,14 @@ impl Plan {
             prefetch: prefetch(handlers, concurrency, options),
             lease: lease.unwrap_or_else(|| longest.unwrap_or(options.timeout) + LEASE_MARGIN),
             no_handler_after: options.no_handler_after,
-            gates: critical_breakers(handlers),
+            critical_breakers: critical_breakers(handlers),
         }
     }
 
+    /// The gate as the breakers of the critical handlers are now.
     pub(super) fn gate(&self) -> Gate {
         let mut gate = Gate::Free;
-        for breaker in &self.gates {
+        for breaker in &self.critical_breakers {
             match breaker.state() {
                 BreakerState::Closed => {}
                 // A probe is running already, perhaps in another group.
@@ -84,7 +87,8 @@ impl Plan {
             .no_handler_after(self.no_handler_after)
     }
 
-    /// How many events may be held: a single one while a breaker probes its dependency.
+    /// How many events the group may hold: the whole prefetch, one while a breaker probes its dependency, or
+    /// none.
     pub(super) fn prefetch_at(&self, gate: Gate) -> usize {
         match gate {
             Gate::Free => self.prefetch,
@@ -93,7 +97,7 @@ impl Plan {
         }
     }
 
-    /// Whether a consumer that was opened for the other plan only needs the new patterns.
+    /// Whether a consumer that was opened for the other plan can be kept: only patterns and prefetch differ.
     pub(super) fn consumes_like(&self, other: &Plan) -> bool {
         self.lease == other.lease
             && self.no_handler_after == other.no_handler_after
@@ -101,8 +105,9 @@ impl Plan {
     }
 }
 
-/// A prefetched event can no longer be dropped. For a stream that drops its oldest events, at most half its
-/// length is prefetched.
+/// How many events the group prefetches: the smallest number that a handler sets, or else the number for the
+/// concurrency. If the group reads a stream that drops its oldest events, at most half the length of the
+/// shortest such stream (and at least one), because a prefetched event can no longer be dropped.
 fn prefetch(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptions) -> usize {
     let smallest = handlers.iter().filter_map(|h| h.traits.prefetch).min();
     let asked = smallest.unwrap_or_else(|| options.prefetch_for(concurrency));
@@ -130,7 +135,7 @@ fn prefetch(handlers: &[Arc<Registered>], concurrency: usize, options: &BusOptio
     })
 }
 
-/// The age limit of this event type: the limit of the type, or else of its declared stream.
+/// The age limit of this event type: the limit of the type, or else of its declared stream, or else `None`.
 fn max_staleness(options: &BusOptions, event_type: &str) -> Option<Duration> {
     let ages = &options.max_staleness;
     if ages.is_empty() {
@@ -144,6 +149,7 @@ fn max_staleness(options: &BusOptions, event_type: &str) -> Option<Duration> {
     own.or_else(of_stream).copied()
 }
 
+/// The breakers of the critical handlers, each once.
 fn critical_breakers(handlers: &[Arc<Registered>]) -> Vec<Breaker> {
     let mut breakers: Vec<Breaker> = Vec::new();
     for traits in handlers.iter().map(|handler| &handler.traits) {
@@ -162,13 +168,15 @@ pub(crate) struct Matched {
     /// In subscription order.
     pub(crate) handlers: Vec<Arc<Registered>>,
     pub(crate) meter: Arc<Meter>,
-    /// The inbox is asked before the handlers run and written after.
+    /// Whether a handler is idempotent: the inbox is read before the handlers run, and written with the ack.
     pub(crate) idempotent: bool,
-    /// Some handler has a breaker or a limit on the age of events.
+    /// Whether a check is needed before the handlers run: a handler has a breaker, or the event type or a
+    /// handler has an age limit.
     pub(crate) guarded: bool,
-    /// Older events of this type are skipped, unless the handler has a different limit.
+    /// The age limit of the event type, if it has one: older events are skipped. The limit of a handler goes
+    /// before it.
     pub(crate) max_staleness: Option<Duration>,
-    /// There are schemas for this type.
+    /// All schemas, if there is one for this event type.
     schemas: Option<Arc<Schemas>>,
 }
 
@@ -191,7 +199,8 @@ impl Matched {
         }
     }
 
-    /// Whether the payload matches its schemas.
+    /// Checks the payload against the schema of the event type and the schema of the handler, if there are
+    /// any.
     pub(crate) fn check(&self, event: &Event, handler: &Registered) -> Result<()> {
         if let Some(schemas) = &self.schemas {
             schemas.check_consumed(event)?;
@@ -203,11 +212,12 @@ impl Matched {
     }
 }
 
-/// Remembers the handlers of each type, so that a pattern is matched once per type.
+/// Remembers the handlers of each event type, so that patterns are matched once per type.
 pub(super) struct MatchTable {
     plan: Arc<Plan>,
     schemas: Arc<Schemas>,
     by_type: HashMap<Arc<str>, Arc<Matched>>,
+    /// The result of the last `find`.
     last: Option<(Arc<str>, Arc<Matched>)>,
 }
 
@@ -228,6 +238,7 @@ impl MatchTable {
         }
     }
 
+    /// The handlers of this event type; there may be none.
     pub(super) fn find(
         &mut self,
         shared: &Shared,
@@ -253,7 +264,7 @@ impl MatchTable {
                 let schemas = knows.then(|| self.schemas.clone());
                 let oldest = max_staleness(&shared.options, event_type);
                 let matched = Arc::new(Matched::new(handlers, meter, schemas, oldest));
-                if self.by_type.len() >= MOST_TYPES {
+                if self.by_type.len() >= MAX_TYPES {
                     self.by_type.clear();
                 }
                 self.by_type.insert(event_type.clone(), matched.clone());
@@ -275,10 +286,10 @@ mod tests {
         let bus = Bus::open("memory:").await.unwrap();
         let plan = Arc::new(Plan::new(&[], 1, &BusOptions::default()));
         let mut table = MatchTable::new(plan, bus.shared().schemas());
-        for n in 0..3 * MOST_TYPES {
+        for n in 0..3 * MAX_TYPES {
             let event_type = format!("type.{n}").into();
             table.find(bus.shared(), &GroupName::unnamed(), &event_type);
-            assert!(table.by_type.len() <= MOST_TYPES);
+            assert!(table.by_type.len() <= MAX_TYPES);
         }
     }
 }

@@ -1,7 +1,7 @@
-//! The settler: sends all finished outcomes as one batch, and takes the next batch when that one is
-//! durable.
+//! The settler: sends all finished outcomes to the engine as one batch, and takes the next batch when the
+//! engine has answered.
 //!
-//! While one batch is being committed, the next one fills; there is no timer.
+//! While the engine works on one batch, workers fill the next one; there is no timer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,28 +20,31 @@ use crate::runtime::pipeline::{Counted, Deferred, EffectsRun, FailedAttempt, Fin
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-/// A lasting problem with settling: the state that the settler keeps between batches.
-struct Trouble {
+/// What the settler remembers from one batch to the next, to repeat settlements that failed.
+struct RetryState {
     outage: Outage,
-    /// The outcomes to send again were finished at this time or earlier.
+    /// When the last batch with a new outcome was sent. No outcome that is sent again is newer, so all its
+    /// leases were held at this time.
     since: Instant,
-    /// How many outcomes are to be sent again.
-    waiting: usize,
-    /// A settlement that is sent again may have taken effect already.
-    unknown: bool,
+    /// How many outcomes the next batch repeats after an error. The rest of the batch is new.
+    resent: usize,
+    /// Whether the engine may have applied a settlement that is sent again. Holds for the whole batch: the
+    /// settler does not remember which outcome.
+    maybe_applied: bool,
 }
 
 impl Runner {
+    /// Settles batches until the queue says that nothing is left and no more outcomes will come.
     pub(super) async fn settle_loop(self: Arc<Self>) {
-        let mut trouble = Trouble {
+        let mut retry = RetryState {
             outage: Outage::none(&self.group, "settling", FIRST_PAUSE, LONGEST_PAUSE),
             since: Instant::now(),
-            waiting: 0,
-            unknown: false,
+            resent: 0,
+            maybe_applied: false,
         };
         loop {
             match self.queue.take_outcomes() {
-                Outcomes::Send(batch) => self.settle(&batch, &mut trouble).await,
+                Outcomes::Send(batch) => self.settle(&batch, &mut retry).await,
                 Outcomes::Wait => {
                     self.depth.set(self.queue.depth());
                     self.queue.outcomes().await;
@@ -51,13 +54,16 @@ impl Runner {
         }
     }
 
-    /// Settles a batch. Outcomes that the engine could not take now are sent again with the next batch,
-    /// until the engine takes them or their lease has ended: an outage must not make the handlers repeat
-    /// their work.
-    async fn settle(&self, batch: &[Finished], trouble: &mut Trouble) {
-        if batch.len() > trouble.waiting {
-            // Some outcomes are new, with leases that may last longer.
-            trouble.since = Instant::now();
+    /// Settles a batch.
+    ///
+    /// Outcomes with an error that may pass are sent again with the next batch, after a pause: an outage
+    /// must not make the handlers repeat their work. The settler gives up on them when their leases have
+    /// ended, or when a shutdown leaves no time for another try. If the engine refuses the whole batch for
+    /// good, or answers with the wrong number of answers, the settler gives up at once.
+    async fn settle(&self, batch: &[Finished], retry: &mut RetryState) {
+        if batch.len() > retry.resent {
+            // Some outcomes are new; their leases may last longer than those of the repeated ones.
+            retry.since = Instant::now();
         }
         let settlements = batch.iter().map(|f| f.settlement.clone()).collect();
         let (again, error) = match self.shared.engine.broker.settle(settlements).await {
@@ -65,50 +71,52 @@ impl Runner {
                 let error = Error::new(Code::Internal, "not every outcome was answered");
                 return self.settling_failed(batch, &error);
             }
-            Ok(answers) => self.sort_out(batch, answers, trouble),
+            Ok(answers) => self.sort_out(batch, answers, retry),
             Err(error) if error.class().may_repeat() => {
-                trouble.unknown |= error.class() == Class::Unknown;
+                retry.maybe_applied |= error.class() == Class::Unknown;
                 (batch.iter().map(Finished::again).collect(), Some(error))
             }
             Err(error) => {
-                trouble.outage.forget();
+                retry.outage.forget();
                 return self.settling_failed(batch, &error);
             }
         };
         let Some(error) = error else {
-            (trouble.waiting, trouble.unknown) = (0, false);
-            trouble.outage.is_over();
+            (retry.resent, retry.maybe_applied) = (0, false);
+            retry.outage.is_over();
             if !again.is_empty() {
                 self.queue.send_again(again);
             }
             return;
         };
-        let pause = trouble.outage.goes_on(&error);
+        let pause = retry.outage.goes_on(&error);
         let give_up = self.queue.finish_by();
         let no_time_left = give_up.is_some_and(|by| Instant::now() + pause > by);
-        if no_time_left || self.leases_are_over(trouble.since) {
-            (trouble.waiting, trouble.unknown) = (0, false);
-            trouble.outage.forget();
+        if no_time_left || self.leases_are_over(retry.since) {
+            (retry.resent, retry.maybe_applied) = (0, false);
+            retry.outage.forget();
             return self.settling_failed(&again, &given_up(&error, no_time_left));
         }
-        trouble.waiting = again.len();
+        retry.resent = again.len();
         self.queue.send_again(again);
         tokio::time::sleep(pause).await;
     }
 
-    /// Counts the durable outcomes and returns those to send again: outcomes that the engine could not
-    /// take, with the reason, and new verdicts for outcomes that it refused.
+    /// Handles the answer to each outcome of a batch: counts settled ones, and gives up on those with a
+    /// final error. Returns the outcomes to send in the next batch: those with an error that may pass, with
+    /// the first such error, and new verdicts for outcomes that the engine refused.
     fn sort_out(
         &self,
         batch: &[Finished],
         answers: Vec<Result<(), Error>>,
-        trouble: &mut Trouble,
+        retry: &mut RetryState,
     ) -> (Vec<Finished>, Option<Error>) {
         // The clock and the metrics recorder are user code: a panic in them must not end the settler.
         let now = guard::contain(|| self.shared.options.clock.now()).ok();
         let (mut again, mut passing) = (Vec::new(), None);
-        // Read before the answers of this batch change it.
-        let sent_before = trouble.unknown;
+        // Whether an earlier batch may have applied these settlements; the loop below changes the flag for
+        // the next batch.
+        let sent_before = retry.maybe_applied;
         for (finished, answer) in batch.iter().zip(answers) {
             let error = match answer {
                 Ok(()) => {
@@ -119,12 +127,13 @@ impl Runner {
             };
             match error.class() {
                 Class::Passing | Class::Unknown => {
-                    trouble.unknown |= error.class() == Class::Unknown;
+                    retry.maybe_applied |= error.class() == Class::Unknown;
                     again.push(finished.again());
                     passing.get_or_insert(error);
                 }
-                // The first settlement may have ended the lease, or the lease was lost since. The two cases
-                // cannot be told apart, and neither needs an action.
+                // Either an earlier try was applied, which ended the lease, or the lease was lost. The two
+                // cases cannot be told apart. The outcome is counted as settled and not sent again: if the
+                // lease was lost, the event is delivered again in any case.
                 Class::Conflict if sent_before && error.code() == Code::LeaseLost => {
                     self.settled(finished, now);
                 }
@@ -135,7 +144,8 @@ impl Runner {
         (again, passing)
     }
 
-    /// An outcome is durable.
+    /// Counts a settled outcome, and reports success to the breakers that waited for an effect. A panic of
+    /// user code (clock, metrics recorder) is ignored.
     fn settled(&self, finished: &Finished, now: Option<Timestamp>) {
         drop(guard::contain(|| self.count(finished, now)));
         let case = finished.case.as_ref();
@@ -145,8 +155,13 @@ impl Runner {
         }
     }
 
-    /// The engine refused this outcome. If the handler's events or effect caused it, the attempt has
-    /// failed; otherwise the event is delivered again when its lease ends.
+    /// Handles an outcome that the engine refused. Returns the outcome to settle instead, if there is one:
+    ///
+    /// - The lease was lost: `None`. The event is delivered again.
+    /// - The verdict is not an ack and publishes events: the same verdict without the events.
+    /// - The attempt has events or an effect: these made the engine refuse, so the attempt has failed. The
+    ///   retry policy of the handler gives the new verdict.
+    /// - Otherwise: `None`. The event is delivered again when its lease ends.
     fn refused(&self, finished: &Finished, error: &Error) -> Option<Finished> {
         let (group, seq) = (&self.group, finished.settlement.lease.position());
         if error.code() == Code::LeaseLost {
@@ -172,7 +187,8 @@ impl Runner {
         };
         let culprit = case.culprit();
         let mut probing = false;
-        // Only the handler whose effect failed has failed. The effects of the others were rolled back too.
+        // Only the handler whose effect failed reports a failure to its breaker. The effects of the other
+        // handlers were rolled back, which says nothing about their dependencies.
         for Deferred { handler, ticket } in case.take_deferred() {
             if error.code() == Code::EffectFailed && Arc::ptr_eq(&handler, &culprit) {
                 probing = ticket.is_probe();
@@ -203,7 +219,7 @@ impl Runner {
         })
     }
 
-    /// Counts an outcome that is durable, and the events that were published with it.
+    /// Counts a settled outcome and the events that were published with it.
     fn count(&self, finished: &Finished, now: Option<Timestamp>) {
         let settlement = &finished.settlement;
         for event in &settlement.follow_ups {
@@ -236,7 +252,8 @@ impl Runner {
         }
     }
 
-    /// Reports the end of an attempt with an effect to the breaker of its handler.
+    /// Reports the result of an attempt with an effect to the breaker of its handler. `tell` is
+    /// [`Ticket::succeeded`] or [`Ticket::failed`].
     fn tell_breaker(
         &self,
         handler: &Registered,
@@ -248,7 +265,8 @@ impl Runner {
         }
     }
 
-    /// Acks nothing: the events are delivered again when their leases end.
+    /// Gives up on these outcomes: counts and logs them, and fails the bus if the error is fatal. Their
+    /// events are delivered again when the leases end.
     fn settling_failed(&self, batch: &[Finished], error: &Error) {
         self.queue.count_unsettled(batch);
         self.shared.fail_if_fatal(error);
@@ -262,8 +280,9 @@ impl Runner {
     }
 }
 
-/// Turns a refusal of the engine into a failure of the handler: an effect that failed, with its error, or
-/// events that cannot be published and that another run would publish again.
+/// Turns a refusal of the engine into a failure of the handler. If an effect failed, the failure is the
+/// error of the effect. Otherwise the events were refused, and the failure is permanent: another run would
+/// return the same events.
 fn why_refused(error: &Error) -> HandlerError {
     match error.code() {
         Code::EffectFailed => HandlerError::from_box(error),
@@ -271,7 +290,8 @@ fn why_refused(error: &Error) -> HandlerError {
     }
 }
 
-/// The same outcome without the refused events; its failure or reason mentions them.
+/// Copies an outcome without its refused events. The text of its failure, or of its skip reason, mentions
+/// them.
 fn without_events(finished: &Finished, error: &Error) -> Finished {
     let mut again = finished.again();
     again.settlement.follow_ups.clear();
@@ -287,7 +307,8 @@ fn without_events(finished: &Finished, error: &Error) -> Finished {
     again
 }
 
-/// Why outcomes are not sent again after an outage.
+/// The error for outcomes that the settler gives up on after an outage: no time is left before the shutdown,
+/// or the leases have ended.
 fn given_up(outage: &Error, no_time_left: bool) -> Error {
     if no_time_left {
         let what = format!("no time left before the shutdown: {}", outage.message());

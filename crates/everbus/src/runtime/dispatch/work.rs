@@ -1,67 +1,70 @@
-//! The workers: each takes one delivery at a time, so a slow handler blocks only its worker.
+//! The workers: each worker runs one delivery at a time, so a slow handler blocks only its worker.
 
 use std::pin::pin;
 use std::sync::Arc;
 
 use super::Runner;
-use super::queue::{NewSeat, Next, Work};
+use super::queue::{NewWorker, Next, Work};
 use crate::guard;
 use crate::runtime::pipeline::Spare;
 
-/// After this many deliveries in a row a worker lets other tasks of its thread run.
+/// After this many deliveries without waiting, a worker lets other tasks of its thread run.
 const BEFORE_YIELDING: u32 = 32;
 
 impl Runner {
-    /// Spawns a worker for the given seat. Workers are spawned on demand and kept.
-    pub(super) fn spawn_worker(self: &Arc<Self>, seat: Option<NewSeat>) {
-        if seat.is_some() {
-            let seat = Seat {
+    /// Spawns a worker in the given slot, if there is one. A worker stays until there are too many workers
+    /// or the group stops.
+    pub(super) fn spawn_worker(self: &Arc<Self>, slot: Option<NewWorker>) {
+        if slot.is_some() {
+            let worker = Worker {
                 runner: self.clone(),
-                number: seat,
+                slot,
             };
             self.reap_workers();
-            self.workers.lock().spawn(seat.work());
+            self.workers.lock().spawn(worker.work());
         }
     }
 
-    /// Drops the handles of workers that have ended, to free memory.
+    /// Drops the task handles of workers that have ended, to free memory.
     fn reap_workers(&self) {
         let mut workers = self.workers.lock();
         while workers.try_join_next().is_some() {}
     }
 }
 
-/// The seat of a worker; it is freed however the worker ends.
-struct Seat {
+/// A worker and its slot in the queue. Dropping the worker frees the slot, so an aborted worker frees it too.
+struct Worker {
     runner: Arc<Runner>,
-    /// `None` once the seat is free.
-    number: Option<usize>,
+    /// `None` once the slot is free.
+    slot: Option<usize>,
 }
 
-/// Why a worker ends.
+/// How a worker ended.
 enum End {
-    /// There are too many workers, or the group stops; the seat is free again.
-    Surplus,
+    /// By [`Next::End`]: the queue has freed the slot.
+    SlotFreed,
+    /// The group stopped while the worker was idle. The slot is not free yet.
     Stopped,
 }
 
-impl Seat {
+impl Worker {
+    /// Runs deliveries until the worker ends. Continues after a panic.
     async fn work(mut self) {
-        let Some(number) = self.number else { return };
+        let Some(slot) = self.slot else { return };
         loop {
             let end = {
-                let turns = pin!(self.take_turns(number));
-                guard::contained(turns).await
+                let deliveries = pin!(self.run_deliveries(slot));
+                guard::contained(deliveries).await
             };
             match end {
-                Ok(End::Surplus) => {
-                    self.number = None;
+                Ok(End::SlotFreed) => {
+                    self.slot = None;
                     self.runner.reap_workers();
                     return;
                 }
                 Ok(End::Stopped) => return,
-                // The worker continues; otherwise queued deliveries would wait for ever. The current event
-                // is delivered again when its lease ends.
+                // The worker continues, because queued deliveries could otherwise wait for ever. The event
+                // that it was running is delivered again when its lease ends.
                 Err(error) => {
                     let group = &self.runner.group;
                     guard::log(|| {
@@ -73,16 +76,16 @@ impl Seat {
         }
     }
 
-    /// Takes one delivery after another.
-    async fn take_turns(&self, number: usize) -> End {
+    /// Runs one delivery after another until the worker must end.
+    async fn run_deliveries(&self, slot: usize) -> End {
         let runner = &self.runner;
         let mut finished = None;
         let mut spare = Spare::default();
         let mut in_a_row = 0;
-        let mut roused = true;
+        let mut waking = true;
         loop {
-            let next = (runner.queue).next(number, roused, finished.take());
-            roused = false;
+            let next = (runner.queue).next(slot, waking, finished.take());
+            waking = false;
             let work = match next {
                 Next::Run(work, spawn) => {
                     runner.spawn_worker(spawn);
@@ -90,15 +93,16 @@ impl Seat {
                 }
                 Next::Wait => {
                     in_a_row = 0;
-                    // The spare message holds an event and a handler; a waiting worker must hold nothing.
+                    // The spare message refers to an event and a handler. A waiting worker must not keep
+                    // them alive.
                     spare = Spare::default();
                     if !runner.queue.woken().await {
                         return End::Stopped;
                     }
-                    roused = true;
+                    waking = true;
                     continue;
                 }
-                Next::End => return End::Surplus,
+                Next::End => return End::SlotFreed,
             };
             let pipeline = &runner.pipeline;
             let Work {
@@ -111,18 +115,18 @@ impl Seat {
             in_a_row += 1;
             if in_a_row == BEFORE_YIELDING {
                 in_a_row = 0;
-                // Handed in first: the position of the group waits for the oldest outcome.
-                runner.queue.hand_in(number, finished.take());
+                // The outcome is handed in before the pause, so that the settler does not wait for it.
+                runner.queue.hand_in(slot, finished.take());
                 tokio::task::yield_now().await;
             }
         }
     }
 }
 
-impl Drop for Seat {
+impl Drop for Worker {
     fn drop(&mut self) {
-        if let Some(number) = self.number {
-            self.runner.queue.leave(number);
+        if let Some(slot) = self.slot {
+            self.runner.queue.leave(slot);
         }
     }
 }
@@ -142,7 +146,7 @@ mod tests {
     use crate::runtime::options::BusOptions;
 
     #[tokio::test]
-    async fn workers_that_are_too_many_are_forgotten_when_they_end() {
+    async fn the_handles_of_surplus_workers_are_dropped_when_the_workers_end() {
         const MANY: usize = 64;
         let bus = Bus::open("memory:").await.unwrap();
         let plan = |concurrency| Plan::new(&[], concurrency, &BusOptions::default());
@@ -180,10 +184,10 @@ mod tests {
             until(&|| workers() == MANY).await;
             until(&|| runner.queue.held().is_empty()).await;
             runner.change(plan(1));
-            // The worker that stays, and the last one to end.
+            // The worker that stays, and perhaps the last worker that ended.
             until(&|| workers() <= 2).await;
         };
         let settled = tokio::time::timeout(Duration::from_secs(30), settled).await;
-        assert!(settled.is_ok(), "{} workers are remembered", workers());
+        assert!(settled.is_ok(), "{} worker handles are kept", workers());
     }
 }

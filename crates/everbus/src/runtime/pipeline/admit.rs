@@ -14,12 +14,14 @@ use crate::handler::Registered;
 use crate::runtime::dispatch::Matched;
 use crate::stats::Skip;
 
-/// One entry for each handler. Most events have one or two.
+/// One entry for each handler. Most events have one or two handlers.
 pub(super) type Passes = SmallVec<[Pass; 2]>;
 
-/// Whether a handler is run.
+/// Whether a handler runs.
 pub(super) enum Pass {
+    /// It runs, with a ticket of its breaker if it has one.
     Run(Option<Ticket>),
+    /// It is skipped, for this reason.
     Skip(&'static str, Skip),
 }
 
@@ -34,8 +36,8 @@ impl Pass {
 }
 
 impl Pipeline {
-    /// Applies the layers before the handlers: returns the handlers that may run, or the end of the
-    /// delivery.
+    /// Applies the layers before the handlers. Returns which handlers run (`None`: all of them), or as the
+    /// error a verdict that ends the delivery without running a handler.
     pub(super) fn enter(
         &self,
         delivery: &Delivery,
@@ -49,7 +51,8 @@ impl Pipeline {
             && matches!(last.kind, FailureKind::Corrupt | FailureKind::NoHandler)
             && !delivery.retried
         {
-            // The engine could not read it, so no handler could; or no process has a handler for it.
+            // Either the engine could not read the event, so no handler can; or no process has a handler for
+            // the event.
             return Err(Judged {
                 verdict: Verdict::Dead { failure: None },
                 counted: Counted::Failed { retried: false },
@@ -69,8 +72,8 @@ impl Pipeline {
         self.admit(delivery, matched).map(Some)
     }
 
-    /// Checks staleness, then the breaker, for every handler before the first one runs: if the third
-    /// handler may not run, the first two must not have run.
+    /// Checks staleness, then the breaker, of every handler. All handlers are checked before the first one
+    /// runs, because one of them may end the delivery: no handler must have run then.
     fn admit(&self, delivery: &Delivery, matched: &Matched) -> Result<Passes, Box<Judged>> {
         let mut passes = Passes::new();
         for handler in &matched.handlers {
@@ -100,6 +103,8 @@ impl Pipeline {
         Ok(passes)
     }
 
+    /// Whether the event is older than the limit of the handler, or else of the event type. Never for an event
+    /// that was retried, replayed or edited.
     fn is_stale(&self, delivery: &Delivery, handler: &Registered, matched: &Matched) -> bool {
         let most = handler.traits.max_staleness.or(matched.max_staleness);
         let Some(most) = most.filter(|most| !most.is_zero()) else {
@@ -128,7 +133,8 @@ impl Pipeline {
         stale
     }
 
-    /// The breaker is open; the criticality decides. No attempt is made or counted.
+    /// Decides what happens when the breaker of a handler is open, by its criticality: best effort skips the
+    /// handler, standard makes the event a dead letter, critical releases the event. No attempt is counted.
     fn rejected(
         &self,
         delivery: &Delivery,
@@ -171,7 +177,7 @@ fn found_in_inbox() -> Judged {
     }
 }
 
-/// The handler with the most attempts.
+/// The handler whose retry policy allows the most attempts. `None` if all handlers were removed.
 pub(super) fn most_patient(handlers: &[Arc<Registered>]) -> Option<&Registered> {
     handlers
         .iter()

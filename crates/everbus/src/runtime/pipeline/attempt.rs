@@ -18,8 +18,8 @@ pub(super) enum Begun {
     Running(Unpanicked),
 }
 
-/// Calls one handler and polls it once. Events that it publishes inherit from the handled event. A handler
-/// that finishes in the first poll never touches the timer, and leaves its memory in `slot`.
+/// Calls one handler and polls its future once. Events that it publishes inherit from the handled event. If
+/// the future is ready, no timer is set, and its memory goes back to `slot` for the next call.
 pub(super) fn begin(
     handler: &Registered,
     message: &Message,
@@ -41,7 +41,7 @@ pub(super) fn begin(
     })
 }
 
-/// Waits for a handler that has begun, with its timeout.
+/// Waits for a handler that was not ready in the first poll, until its deadline.
 pub(super) fn finish<'a>(
     run: Unpanicked,
     handler: &'a Registered,
@@ -54,7 +54,8 @@ pub(super) fn finish<'a>(
     ))
 }
 
-/// Waits until the deadline, which the handler may move while it runs.
+/// Waits for the handler until its deadline, which the handler may move while it runs. After the deadline
+/// the attempt has failed with a timeout.
 async fn until_deadline(
     mut run: Unpanicked,
     handler: &Registered,

@@ -1,4 +1,4 @@
-//! The effects of an event's handlers become one effect, which the engine runs in the transaction of the ack.
+//! Joins the effects of an event's handlers to one effect. The engine runs it in the transaction of the ack.
 
 use std::sync::Arc;
 
@@ -12,18 +12,19 @@ use crate::runtime::bus::Shared;
 /// The effects that one handler returned.
 pub(super) struct OfHandler {
     pub(super) handler: Arc<Registered>,
-    /// What their events inherit. It belongs to the handler's span, so it is taken while that is current.
+    /// What events of the effects inherit. It contains the trace of the handler's span, so it is read while
+    /// that span is current.
     pub(super) inherited: Inherited,
     pub(super) effects: Vec<Effect>,
 }
 
-/// What the last run of the effects did. It is needed after the engine has answered.
+/// What the last run of the effects did. The settler reads it after the engine has answered.
 #[derive(Clone, Default)]
 pub(crate) struct EffectsRun(Arc<Mutex<Seen>>);
 
 #[derive(Default)]
 struct Seen {
-    /// The handler whose effect ran last: if the effects fail, this one failed.
+    /// The handler whose effects ran last. If the effects failed, those of this handler failed.
     handler: Option<Arc<Registered>>,
     /// The types of the events that the effects published.
     types: Vec<Arc<str>>,
@@ -54,7 +55,7 @@ pub(super) fn join(
     let joined = Effect::new(engine, move |transaction| {
         let mut events = Vec::new();
         for of in &effects {
-            // Before they run: one may panic.
+            // Set before the effects run, because one of them may panic.
             seen.lock().handler = Some(of.handler.clone());
             let mut published = Vec::new();
             for effect in &of.effects {

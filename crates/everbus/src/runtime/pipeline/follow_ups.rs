@@ -1,4 +1,5 @@
-//! The events that a handler emits: they get ids that a second run repeats, and inherit from their cause.
+//! The events that a handler emits. An event without an id gets a derived id, which a second run derives again;
+//! every event inherits from its cause.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -11,15 +12,17 @@ use crate::handler::outcome::Outcome;
 use crate::handler::{HandlerError, HandlerOutcome, MOST_EVENTS};
 use crate::runtime::bus::Shared;
 
-/// The events of an effect are numbered from here, because the number of events that the handler returns
-/// beside it may differ from run to run.
+/// The first index of events that an effect publishes. Separate from the returned events, because their number
+/// may differ from run to run.
 const EFFECT_INDEX: u32 = 1 << 24;
 
-/// The events of a failed attempt are numbered from here, separately for each attempt.
+/// The first index of events of a failed attempt.
 const FAILURE_INDEX: u32 = 1 << 31;
+/// Each attempt has this many bits for the indexes of its events.
 const ATTEMPT_SHIFT: u32 = MOST_EVENTS.ilog2();
 
-/// All events that the handler publishes: the staged ones, then the returned ones.
+/// Puts the events that the handler published while it ran before the events that it returned, gives them ids,
+/// and checks them. An event that may not be published fails the attempt for good.
 pub(super) fn complete(
     shared: &Shared,
     message: &Message,
@@ -35,7 +38,7 @@ pub(super) fn complete(
     Ok(Outcome { events, ..outcome })
 }
 
-/// The events that the effects of a handler publish.
+/// Gives ids to the events that the effects of a handler publish, and checks them.
 pub(super) fn of_effects(
     shared: &Shared,
     cause: Cause<'_>,
@@ -57,7 +60,7 @@ pub(super) async fn offload(shared: &Shared, outcome: Outcome) -> HandlerOutcome
     Ok(Outcome { events, ..outcome })
 }
 
-/// Whether the events may be published. A refusal is permanent: another run would emit the same events.
+/// Checks whether the events may be published. The error is permanent: another run would emit the same events.
 fn check(
     events: &[Event],
     checked: impl Fn(&Event) -> Result<(), Error>,
@@ -75,19 +78,19 @@ pub(crate) struct FailedAttempt<'a> {
     pub(crate) group: &'a GroupName,
     pub(crate) handler: &'a str,
     pub(crate) attempt: u32,
-    /// The event was retried from the dead letters, so attempts are counted from one again.
+    /// Whether the event was retried from the dead letters: its attempts are then counted from one again.
     pub(crate) retried: bool,
 }
 
 impl FailedAttempt<'_> {
-    /// The events that are published with the failure, with ids of this attempt. An event that may not be
-    /// published is left out, and the failure says so.
+    /// Takes the events that are published with the failure out of the error, and gives them ids of this
+    /// attempt. An event that may not be published is left out, and the text of the failure says so.
     pub(crate) fn take_events(&self, shared: &Shared, error: &mut HandlerError) -> Vec<Event> {
         if error.events().is_empty() {
             return Vec::new();
         }
         let from = ambient::emitted_by(self.record, shared.options.source.as_ref());
-        // An event that is retried from the dead letters repeats its attempt numbers.
+        // The attempts of a retried dead letter have the same numbers as before, so the ids need the time too.
         let handler = if self.retried {
             let now = shared.options.clock.now().as_micros();
             Cow::Owned(format!("{}\0{now}", self.handler))
@@ -111,6 +114,7 @@ impl FailedAttempt<'_> {
 /// The event that was handled, the group, and the name of the handler.
 type Cause<'a> = (&'a Arc<Recorded>, &'a GroupName, &'a str);
 
+/// Derives an id for each event without one, by its index from `first` on, and lets all inherit from the cause.
 fn adopt(cause: Cause<'_>, from: &Inherited, first: u32, events: Vec<Event>) -> Vec<Event> {
     let (record, group, handler) = cause;
     let adopt = |(index, event): (u32, Event)| {

@@ -14,11 +14,11 @@ use crate::handler::{Answer, Decode, HandlerError, Registered};
 use crate::runtime::options::BusOptions;
 use crate::stats::Skip;
 
-/// An event whose probe failed is due again this long after the breaker allows the next probe.
+/// After a failed probe, the event is due this long after the breaker allows the next probe.
 const AFTER_PROBE: Duration = Duration::from_secs(1);
 
-/// A failed probe of a critical event counts no attempt for this long after the publish. Then it counts, so
-/// that a poison event cannot keep a breaker open, or its key waiting, for ever.
+/// For this long after the publish, a failed probe of a critical handler counts no attempt. Later it counts,
+/// so that a poison event cannot keep a breaker open, or its key waiting, for ever.
 const LONGEST_WAIT: Duration = Duration::from_secs(24 * 3600);
 
 /// An attempt to judge.
@@ -32,8 +32,7 @@ pub(super) struct Judge<'a> {
     pub(super) took: Option<Duration>,
 }
 
-/// An attempt that may still be judged after its handler has finished: the engine may refuse its events or
-/// its effect.
+/// An attempt with events or effects. Its verdict may still change, because the engine may refuse them.
 #[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) handler: Arc<Registered>,
@@ -42,18 +41,18 @@ pub(crate) struct Case {
     pub(crate) retried: bool,
     pub(crate) took: Option<Duration>,
     pub(crate) deferred: Arc<Mutex<Vec<Deferred>>>,
-    /// What its effects did, if it has any.
+    /// What the effects of the attempt did, if it has effects.
     pub(crate) effects: Option<EffectsRun>,
 }
 
-/// The breaker of a handler with an effect gets the result of the attempt only after the effect has run.
+/// A report to the breaker of a handler with an effect. It is made only after the effect has run.
 pub(crate) struct Deferred {
     pub(crate) handler: Arc<Registered>,
     pub(crate) ticket: Ticket,
 }
 
 impl Case {
-    /// The handlers whose breakers have not been told yet.
+    /// Takes the reports to breakers that have not been made yet.
     pub(crate) fn take_deferred(&self) -> Vec<Deferred> {
         std::mem::take(&mut self.deferred.lock())
     }
@@ -64,7 +63,8 @@ impl Case {
         culprit.unwrap_or_else(|| self.handler.clone())
     }
 
-    /// The engine refused the outcome. Returns the verdict that replaces it.
+    /// Judges the attempt again after the engine refused its outcome, as a failure of `handler`. Returns the
+    /// verdict that replaces the refused one.
     pub(crate) fn refused(
         &self,
         group: &GroupName,
@@ -80,7 +80,7 @@ impl Case {
             worker: &options.worker_name,
             took: self.took,
         };
-        // The handler and its span have ended: this log line needs a new span.
+        // The span of the handler has ended, so the log line of the failure gets a new span.
         let judged =
             crate::runtime::trace::span(group, &self.record, self.attempt).in_scope(|| {
                 if probing && judge.waits(handler, &error) {
@@ -102,7 +102,8 @@ impl Judge<'_> {
         }
     }
 
-    /// The verdict for a handler that failed or skips the event.
+    /// The verdict after an error of a handler: skip or release if the error asks for it, retry while the
+    /// retry policy allows, or else dead. With `drop_failed`, a skip in place of a dead letter.
     pub(super) fn failed(
         &self,
         handler: &Registered,
@@ -144,8 +145,8 @@ impl Judge<'_> {
         }
     }
 
-    /// Whether an event whose probe failed waits for the breaker without counting an attempt: the handler
-    /// is critical, a retry may help, and the event has not waited too long.
+    /// Whether an event whose probe failed waits for the breaker without counting an attempt: the handler is
+    /// critical, a retry may help, and the event was published less than [`LONGEST_WAIT`] ago.
     pub(super) fn waits(&self, handler: &Registered, error: &HandlerError) -> bool {
         let waited = self.clock.now().since(self.record.received_at);
         waited < LONGEST_WAIT && handler.waits_after(error)
@@ -174,7 +175,7 @@ impl Judge<'_> {
         }
     }
 
-    /// The breaker of a standard handler is open: the event goes to the dead letters for a later retry.
+    /// The verdict when the breaker of a standard handler is open: dead, for a later retry.
     pub(super) fn rejected(&self, handler: &Registered, dependency: &str) -> Judged {
         let text =
             format!("the circuit breaker of {dependency:?} was open; the handler did not run");
@@ -189,13 +190,12 @@ impl Judge<'_> {
         }
     }
 
-    /// The last attempt ended with its process or its lease, and no process logged it: it is logged here,
-    /// when the event is delivered again.
+    /// Handles the crash of the previous attempt: its process died or its lease ended before it was settled.
+    /// Logs that attempt, because the crashed process could not.
     ///
-    /// If that was the last allowed attempt, and no other event in flight could be the cause, the event is
-    /// not tried again: the recorded failures say why. In every other case it runs once more and the
-    /// outcome of that run decides: another event may have been the cause, or the retry policy was changed
-    /// since.
+    /// Returns the verdict *dead* if that was the last allowed attempt and no other event in flight could
+    /// have caused the crash. Otherwise returns `None`: the event runs again, because another event may have
+    /// been the cause, or an attempt is left.
     pub(super) fn after_crash(&self, handler: &Registered, crash: &Failure) -> Option<Judged> {
         let policy = &handler.retry;
         let used_up = crash.alone && self.attempt > policy.max_attempts();

@@ -6,8 +6,8 @@
 //! trace + log + metrics → inbox → staleness → circuit breaker → overflow → timeout → user layers → handler → settle
 //! ```
 //!
-//! [`deliver`] runs once per delivery. The inbox is asked when deliveries are fetched, for a whole batch at
-//! once; its answer comes with the delivery. Metrics are counted when the outcome is durable.
+//! [`deliver`] runs once per delivery. The inbox is read when deliveries are fetched, for a whole batch at
+//! once; the result comes with the delivery. Metrics are counted when the outcome is settled.
 
 mod admit;
 mod attempt;
@@ -53,10 +53,10 @@ pub(crate) struct Pipeline {
     pub(crate) group: GroupName,
 }
 
-/// What a worker keeps from one delivery to the next, so that the next one allocates nothing.
+/// Memory that a worker reuses from one delivery to the next, to allocate less.
 #[derive(Default)]
 pub(crate) struct Spare {
-    /// A used message.
+    /// The message of the last delivery.
     message: Option<Message>,
     slot: Slot,
 }
@@ -67,7 +67,7 @@ pub(crate) struct Finished {
     pub(crate) counted: Counted,
     pub(crate) received_at: everbus_core::Timestamp,
     pub(crate) matched: Arc<Matched>,
-    /// Judges the attempt again if the engine refuses its events or its effect.
+    /// For an attempt with events or an effect: what is needed to judge it again if the engine refuses them.
     pub(crate) case: Option<Box<Case>>,
 }
 
@@ -95,11 +95,11 @@ pub(crate) enum Counted {
     Failed {
         retried: bool,
     },
-    /// Failed as the probe of a breaker, and given back.
+    /// Failed as the probe of a breaker, and released.
     ProbeFailed,
     /// Dead-lettered without an attempt, by an open breaker.
     Rejected,
-    /// Given back.
+    /// Released; nothing is counted.
     Nothing,
 }
 
@@ -118,10 +118,12 @@ impl Judged {
     }
 }
 
-/// The result of running the handlers. Nearly all deliveries are handled with nothing to publish: this case
-/// is kept small, because it is passed through every layer.
+/// The result of running the handlers. It is returned through every layer, so it is kept small: nearly all
+/// deliveries are handled without events and effects.
 enum Ran {
+    /// Handled without events and effects.
     Handled { took: Duration },
+    /// Every other result.
     Otherwise(Box<Done>),
 }
 
@@ -137,16 +139,17 @@ impl From<Judged> for Ran {
     }
 }
 
-/// A delivery without a failure, with the events and effects of its handlers.
+/// The result of a delivery that was not simply handled: any verdict, with the events and effects of the
+/// handlers.
 struct Done {
     judged: Judged,
-    /// How long the handlers ran.
+    /// How long the handlers ran. `None` if no handler ran, or if the attempt failed.
     took: Option<Duration>,
     events: Vec<Event>,
     effects: Vec<OfHandler>,
-    /// The handler that these events or this effect belong to, or the last one if there are several.
+    /// The handler of the events and effects; if several handlers have some, the last of these.
     author: Option<Arc<Registered>>,
-    /// The breaker reports of the handlers with effects.
+    /// The reports to the breakers of the handlers with effects.
     deferred: Vec<Deferred>,
 }
 
@@ -184,7 +187,8 @@ impl Pipeline {
         };
         let ran = result.unwrap_or_else(|said| match most_patient(&matched.handlers) {
             Some(handler) => span.in_scope(|| {
-                // The clock itself may panic. An unsettled event is delivered again when its lease ends.
+                // The clock is user code and may have caused the panic. If it panics again, the time of the
+                // publish stands in for the time of the failure.
                 let now = guard::contain(|| self.shared.options.clock.now());
                 let judge = Judge {
                     clock: &ManualClock::new(now.unwrap_or(delivery.record.received_at)),
@@ -266,13 +270,13 @@ impl Pipeline {
         }
     }
 
-    /// Runs the handlers: everything between the span and the settlement.
+    /// Runs the layers before the handlers, then the handlers.
     ///
     /// The handlers run one after another. The first failure ends the attempt, and the retry policy of the
     /// failed handler decides. If one handler skips the event, the others still run; the event counts as
     /// skipped if no handler handled it.
     ///
-    /// A single function, because a future is copied into each future that awaits it.
+    /// One long function on purpose: each async function that awaits another one copies its future.
     async fn run(
         &self,
         delivery: &Delivery,
@@ -351,7 +355,7 @@ impl Pipeline {
             let probing = ticket.as_ref().is_some_and(Ticket::is_probe);
             if let Some(ticket) = ticket {
                 match &result {
-                    // The result is known only after the effect has run.
+                    // The breaker is told after the effect has run.
                     Ok(part) if !part.effects.is_empty() => {
                         let handler = handler.clone();
                         deferred.push(Deferred { handler, ticket });
@@ -414,8 +418,8 @@ impl Pipeline {
                 counted: Counted::Handled { took },
             },
             Some(reason) => skipped_as(reason, Skip::Handler),
-            // No handler ran. Either a handler skipped the event, or all its handlers were unsubscribed
-            // after it was queued.
+            // No handler ran. Either a layer skipped a handler (stale, or an open breaker), or all handlers
+            // were unsubscribed after the event was queued.
             None => match passes.iter().flatten().find_map(Pass::skipped) {
                 Some((reason, skip)) => skipped_as(reason, skip),
                 None => Judged::released(Duration::ZERO),
@@ -432,7 +436,8 @@ impl Pipeline {
         .into()
     }
 
-    /// The delivery with its complete event. The wait for the object store has the same limit as a handler.
+    /// Reads the moved part of the event from the object store, and returns the delivery with the complete
+    /// event. Fails if this takes longer than the default timeout of handlers.
     async fn whole(&self, delivery: &Delivery) -> Result<Delivery, Error> {
         let limit = self.shared.options.timeout;
         let whole = tokio::time::timeout(limit, self.shared.whole(&delivery.record)).await;
@@ -447,7 +452,8 @@ impl Pipeline {
         Ok(whole)
     }
 
-    /// The large part of the event cannot be read: this is judged like any other failure.
+    /// The verdict for an event whose moved part cannot be read: a failure of the handler with the most
+    /// attempts, or a release if there is no handler any more.
     fn unreadable(&self, delivery: &Delivery, matched: &Matched, error: &Error) -> Judged {
         match most_patient(&matched.handlers) {
             Some(handler) => {
@@ -458,8 +464,9 @@ impl Pipeline {
         }
     }
 
-    /// Reports a failed attempt to the breaker, once. Failures that say nothing about the dependency are
-    /// not reported: an event that cannot be decoded, and a handler that skips the event.
+    /// Reports the result of an attempt to the breaker of its handler. Failures that say nothing about the
+    /// dependency end the ticket without a result: an event that cannot be decoded, a handler that skips the
+    /// event.
     fn tell_breaker(
         &self,
         handler: &Registered,

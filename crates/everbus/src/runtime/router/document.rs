@@ -9,8 +9,8 @@ use super::{Resolved, Router, Subscription};
 use crate::asyncapi::{Action, Channel, Document, Operation};
 
 impl Router {
-    /// An AsyncAPI 3 document of everything the router's handlers receive and send: channels, messages
-    /// with their schemas, and operations.
+    /// Builds an AsyncAPI 3 document of everything that the router's handlers receive and send: channels,
+    /// messages with their schemas, and operations.
     ///
     /// ```
     /// use everbus::{Event, Payload, Router};
@@ -38,6 +38,8 @@ impl Router {
     }
 }
 
+/// A channel for each declared event, and for each payload that a handler receives or sends. An event type
+/// may occur several times.
 fn channels(resolved: &Resolved) -> Vec<Channel> {
     let declared = resolved
         .declared
@@ -60,7 +62,7 @@ fn channels(resolved: &Resolved) -> Vec<Channel> {
         .collect()
 }
 
-/// The operations of one handler: what it receives and what it sends.
+/// The operations of one handler: one for what it receives, and one for each event type that it sends.
 fn operations(subscription: &Subscription) -> Vec<Operation> {
     let settings = &subscription.settings;
     let pattern = subscription.pattern.as_str();
@@ -82,7 +84,7 @@ fn operations(subscription: &Subscription) -> Vec<Operation> {
         versions: versions.into_iter().collect(),
         retry: (!settings.retry.is_empty()).then(|| settings.retry_policy(RetryPolicy::default())),
         timeout: settings.timeout,
-        settings: shown(subscription),
+        settings: documented_settings(subscription),
         ..Operation::new(Action::Receive, name.as_str(), pattern)
     };
     let sent = subscription
@@ -98,10 +100,11 @@ fn operations(subscription: &Subscription) -> Vec<Operation> {
     std::iter::once(received).chain(sent).collect()
 }
 
-fn shown(subscription: &Subscription) -> BTreeMap<String, Value> {
+/// The settings of a handler that the document shows: those that were given, without defaults.
+fn documented_settings(subscription: &Subscription) -> BTreeMap<String, Value> {
     let settings = &subscription.settings;
     let exactly_once = subscription.route.returns.transaction.is_some();
-    let said = [
+    let given = [
         ("ordered", settings.ordered.map(Value::from)),
         ("concurrency", settings.concurrency.map(Value::from)),
         ("idempotent", settings.idempotent.map(Value::from)),
@@ -118,7 +121,8 @@ fn shown(subscription: &Subscription) -> BTreeMap<String, Value> {
                 .map(|age| Value::from(u64::try_from(age.as_millis()).unwrap_or(u64::MAX))),
         ),
     ];
-    let said = said.into_iter();
-    said.filter_map(|(key, value)| Some((key.to_owned(), value?)))
+    let given = given.into_iter();
+    given
+        .filter_map(|(key, value)| Some((key.to_owned(), value?)))
         .collect()
 }

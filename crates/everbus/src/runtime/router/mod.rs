@@ -130,8 +130,8 @@ impl Router {
         self
     }
 
-    /// A value that handlers take as [`State<S>`](crate::State): one for each type. The value of a nested
-    /// router goes before that of the router around it.
+    /// Sets a value that handlers take as [`State<S>`](crate::State): one value for each type. The value of a
+    /// nested router replaces that of the router around it.
     pub fn with_state<S: Clone + Send + Sync + 'static>(mut self, state: S) -> Self {
         self.states.insert(state);
         self
@@ -185,7 +185,7 @@ impl Router {
 
     setters!();
 
-    /// Resolves the whole router: its subscriptions and declared types, or the first mistake.
+    /// Resolves the whole router: returns its subscriptions and declared types, or the first mistake.
     pub(crate) fn resolve(self) -> Result<Resolved> {
         Resolved::of(self)
     }

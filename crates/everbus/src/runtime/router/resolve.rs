@@ -1,4 +1,4 @@
-//! Resolves a router: finds every mistake in the router itself, before the bus is asked for anything.
+//! Resolves a router: merges the settings of nested routers, and checks the router before the bus is changed.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -210,8 +210,8 @@ fn check_name(of: &str, name: &str) -> Result<()> {
 }
 
 impl Subscription {
-    /// Whether every argument of the handler can be provided, and the handler can read the events of its
-    /// pattern.
+    /// Checks that every argument of the handler can be provided, and that the handler can read the events of
+    /// its pattern.
     pub(crate) fn check_wiring(&self, name: &str) -> Result<()> {
         for need in &self.route.needs.states {
             if !self.states.has(need.id) {

@@ -7,16 +7,16 @@ use everbus_core::{Code, Error, GroupName, Result, StartFrom};
 
 use crate::runtime::options::DEFAULT_CONCURRENCY;
 
-/// The settings of a group so far, and which subscription set them.
+/// The settings that the subscriptions of a group have agreed on so far, and which subscription set them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Agreed {
     names: BTreeSet<String>,
     founded: Option<Founded>,
-    /// The number asked for, and the subscription that asked.
+    /// The concurrency, and the first subscription that set it.
     concurrency: Option<(usize, String)>,
 }
 
-/// The settings of the first subscription.
+/// The settings of the first subscription, which all others must agree with.
 #[derive(Clone, Debug)]
 struct Founded {
     start_from: StartFrom,
@@ -37,8 +37,8 @@ pub(crate) struct Asked<'a> {
 }
 
 impl Agreed {
-    /// Adds a subscription, or says what it contradicts. Returns its name: the one asked for, or the
-    /// pattern with a number if the group has it already.
+    /// Adds a subscription; fails if its settings contradict those of the group. Returns its name: the given
+    /// one, or else the pattern, with a number if the group has that name already.
     pub(crate) fn join(&mut self, asked: &Asked<'_>) -> Result<String> {
         let name = self.choose_name(asked)?;
         match &self.founded {

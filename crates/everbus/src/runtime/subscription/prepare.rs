@@ -15,7 +15,7 @@ use crate::runtime::subscription::agreed::{Agreed, Asked};
 use crate::runtime::subscription::settings::Settings;
 use crate::schema::Schema;
 
-/// Prepares a subscription, which joins what its group has agreed on.
+/// Prepares a subscription: resolves its settings, and adds them to what its group has agreed on.
 pub(crate) fn prepare(
     shared: &Arc<Shared>,
     subscription: Subscription,
@@ -24,7 +24,7 @@ pub(crate) fn prepare(
     let options = &shared.options;
     let pattern = subscription.pattern.clone();
     let group = subscription.group.clone();
-    // The file overrides the code: a deployment is tuned there.
+    // The file overrides the code, so that a deployment can be tuned without a change of the program.
     let mut settings = subscription.settings.clone();
     for consumer in &options.consumers {
         if consumer.concerns(&group, &pattern) {
@@ -88,7 +88,8 @@ pub(crate) fn prepare(
 impl ConsumerOverride {
     /// Whether this entry of the file is about a subscription with this group and pattern.
     pub(crate) fn concerns(&self, group: &GroupName, pattern: &Pattern) -> bool {
-        // The file may name the stream of a handler, or one that the handler's pattern covers.
+        // The file names the pattern itself, a type that the pattern covers, or a declared stream that the
+        // pattern reads from.
         self.group == *group
             && (*pattern == self.pattern
                 || pattern.matches(self.pattern.as_str())
@@ -96,7 +97,7 @@ impl ConsumerOverride {
     }
 }
 
-/// Whether the engine supports what the handler relies on.
+/// Checks that the engine supports what the handler relies on.
 fn check_engine(
     shared: &Shared,
     name: &str,

@@ -75,8 +75,8 @@ impl Registry {
         Ok(ids)
     }
 
-    /// Makes every subscription durable before the first handler is registered: a mount that failed half
-    /// way can be repeated, and no handler is registered twice.
+    /// Checks the router and makes all its subscriptions durable. No handler is registered yet, so a mount
+    /// that fails half way can be repeated without registering a handler twice.
     async fn declare(
         &self,
         shared: &Arc<Shared>,
@@ -99,8 +99,8 @@ impl Registry {
         Ok((prepared, subscribed))
     }
 
-    /// Checks a router against the bus and the existing subscriptions. Changes nothing but the breakers,
-    /// which the caller restores.
+    /// Checks a router against the bus and the existing subscriptions. This adds breakers, which the caller
+    /// removes on an error; it changes nothing else.
     fn prepare(&self, shared: &Arc<Shared>, resolved: Resolved) -> Result<Prepared> {
         let schemas = schemas_with(&shared.schemas(), &resolved)?;
         let mut known = self.known.clone();
@@ -224,7 +224,7 @@ impl Registry {
     ) -> Result<()> {
         self.find(id)?;
         match shared.engine.broker.retract(id.into()).await {
-            // Another process unsubscribed first; the handler is removed all the same.
+            // Another process has removed the subscription; the handler is removed nevertheless.
             Err(error) if error.code() == Code::SubscriptionNotFound => {}
             retracted => retracted?,
         }
@@ -249,7 +249,7 @@ impl Registry {
         Ok(())
     }
 
-    /// The group of a handler, and its place there.
+    /// The group of a handler, and its index there.
     fn find(&self, id: SubscriptionId) -> Result<(GroupName, usize)> {
         let found = self.groups.iter().find_map(|(name, group)| {
             let index = group.handlers.iter().position(|h| h.id == id)?;
@@ -277,7 +277,7 @@ impl Registry {
         true
     }
 
-    /// Logs consumers of the configuration file without a handler here: another process may have the
+    /// Logs consumers of the configuration file without a handler in this bus: another process may have the
     /// handler, or the name is a typing error.
     fn report_unused_consumers(&self, shared: &Shared) {
         let subscriptions = self.groups.iter().flat_map(|(name, group)| {
@@ -299,7 +299,7 @@ impl Registry {
         self.started
     }
 
-    /// Keeps a background task that ends with the bus.
+    /// Adds a background task that ends with the bus.
     pub(crate) fn keep(&mut self, task: JoinHandle<()>) {
         self.housekeeping.push(task);
     }
@@ -315,7 +315,7 @@ impl Registry {
             .collect()
     }
 
-    /// Refuses if the group has handlers here; otherwise forgets the group.
+    /// Forgets a group. Fails if the group has handlers in this bus.
     pub(crate) fn forget_group(&mut self, name: &GroupName) -> Result<()> {
         match self.groups.get(name) {
             Some(group) if !group.handlers.is_empty() => Err(Error::new(
@@ -349,8 +349,8 @@ impl Group {
     }
 }
 
-/// Whether the declared streams cover every subscription and every event type that a handler says it
-/// returns.
+/// Checks that the declared streams cover every subscription and every event type that a handler declares as
+/// its result.
 fn check_streams(shared: &Shared, resolved: &Resolved) -> Result<()> {
     let streams = &shared.options.streams;
     for subscription in &resolved.subscriptions {
@@ -362,8 +362,8 @@ fn check_streams(shared: &Shared, resolved: &Resolved) -> Result<()> {
     Ok(())
 }
 
-/// Whether existing groups of the engine are ordered or unordered as requested. For a single subscription
-/// the declaration checks this.
+/// Checks that existing groups of the engine are ordered or unordered as requested. A mount of a single
+/// subscription does not need this: the declaration checks it.
 async fn check_groups(shared: &Shared, wanted: &BTreeMap<GroupName, Agreed>) -> Result<()> {
     let groups = shared.engine.broker.inspect().await?;
     for (name, agreed) in wanted {
@@ -410,7 +410,7 @@ async fn declare(
     }
 }
 
-/// The known schemas and those of the router.
+/// The known schemas together with those of the router.
 fn schemas_with(known: &Schemas, resolved: &Resolved) -> Result<Schemas> {
     let mut schemas = known.clone();
     for declared in &resolved.declared {

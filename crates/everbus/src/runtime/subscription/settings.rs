@@ -28,7 +28,7 @@ pub(crate) struct Settings {
     pub(crate) retry: Vec<RetryChange>,
     pub(crate) timeout: Option<Duration>,
     pub(crate) idempotent: Option<bool>,
-    /// Zero: never skip.
+    /// Zero means: never skip.
     pub(crate) max_staleness: Option<Duration>,
     pub(crate) breaker: Option<Option<BreakerPolicy>>,
     pub(crate) dependency: Option<String>,
@@ -95,7 +95,7 @@ macro_rules! setters {
             self
         }
 
-        /// The group ends with this bus: when the bus is shut down, or its process has ended. It begins
+        /// Makes the group ephemeral: it is removed when the bus is shut down or its process has ended. It begins
         /// with the next published event and never keeps the log from being pruned. It has no dead letters:
         /// an event that fails for good is skipped. Without a [`group`](Self::group) each handler gets a
         /// separate group named `ephemeral-…`; a group of that name must not exist already.
@@ -153,24 +153,24 @@ macro_rules! setters {
         }
 
         /// How many events of the group this process holds at most, waiting and running together, instead of
-        /// the number of the bus. For long work it is the concurrency: an event that waits here is one that
-        /// another process cannot take. Of several subscriptions of a group the smallest number counts.
+        /// the number of the bus. For long work, set it to the concurrency: another process cannot take an
+        /// event that waits in this one. Of several subscriptions of a group the smallest number counts.
         pub fn prefetch(mut self, events: usize) -> Self {
             self.settings.prefetch = Some(events);
             self
         }
 
-        /// How long a delivery belongs to this process without a word from it, instead of the timeout and
-        /// 10 s. The lease is extended three times in this time while the handler runs. A process that dies
-        /// or stands still for longer loses the delivery to another. Of several subscriptions of a group the
-        /// longest counts.
+        /// The lease duration: how long this process keeps a delivery without extending its lease. The default
+        /// is the longest timeout of the group's handlers plus 10 s. The process extends the lease three times
+        /// in this time. If the process dies or stands still for longer, another process gets the delivery. Of
+        /// several subscriptions of a group the longest lease counts.
         pub fn lease(mut self, lease: std::time::Duration) -> Self {
             self.settings.lease = Some(lease);
             self
         }
 
-        /// The group handles events with the same key strictly one after another, also while one of them
-        /// waits for a retry; events with different keys run at the same time.
+        /// Makes the group ordered: it handles events with the same key strictly one after another, also while
+        /// one of them waits for a retry. Events with different keys run at the same time.
         pub fn ordered(mut self) -> Self {
             self.settings.ordered = Some(true);
             self
@@ -229,9 +229,9 @@ macro_rules! setters {
             self
         }
 
-        /// An event that fails for good is skipped, with its last error as the recorded reason, instead of
-        /// becoming a dead letter: for work that is not worth doing later, such as a cache or a gauge. Only
-        /// with [best-effort](crate::Criticality::BestEffort) criticality.
+        /// Skips an event that fails for good, with its last error as the recorded reason, instead of making it
+        /// a dead letter: for work that is not worth doing later, such as a cache or a gauge. Only with
+        /// [best-effort](crate::Criticality::BestEffort) criticality.
         pub fn drop_failed(mut self) -> Self {
             self.settings.drop_failed = Some(true);
             self

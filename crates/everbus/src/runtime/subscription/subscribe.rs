@@ -7,8 +7,7 @@ use crate::runtime::bus::Bus;
 use crate::runtime::router::{Route, Router};
 use crate::runtime::subscription::settings::{Settings, setters};
 
-/// A subscription in the making. Mistakes are reported by [`handler`](Self::handler), which makes it
-/// take effect.
+/// Builds a subscription. [`handler`](Self::handler) makes it take effect, and reports mistakes.
 ///
 /// ```
 /// use std::time::Duration;
@@ -48,16 +47,16 @@ impl<'a> Subscribe<'a> {
 
     setters!();
 
-    /// The name of the subscription in its group: what makes it the same one after a restart, and
-    /// what logs and dead letters call the handler. Unless set it is the pattern, with `#2`, `#3`
-    /// added where the group has the pattern already.
+    /// The name of the subscription in its group. It identifies the subscription after a restart, and logs
+    /// and dead letters use it for the handler. The default is the pattern, with `#2`, `#3` added where the
+    /// group has the pattern already.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.settings.name = Some(name.into());
         self
     }
 
     /// Makes the subscription durable and registers its handler. The handler runs once the bus is
-    /// [started](Bus::start); what is published after this returns reaches it.
+    /// [started](Bus::start). It gets every matching event that is published after this call returns.
     ///
     /// It takes every [`Handler`]: async functions and closures of extractors. Handlers may be called more
     /// than once for the same event: after a failure, and after a crash that came before the outcome was
@@ -74,7 +73,7 @@ impl<'a> Subscribe<'a> {
     /// }
     /// bus.subscribe("user.created").handler(greet).await?;
     ///
-    /// // A closure has no place for its error type. One that uses `?` ends in `handled()`, which says it.
+    /// // A closure cannot name its error type. One that uses `?` ends in `handled()`, which names it.
     /// bus.subscribe("user.renamed")
     ///     .handler(|m: Message| async move {
     ///         println!("now {}", m.json::<String>()?);

@@ -1,7 +1,7 @@
-//! One consumer group: its position, and its delivered events that are not settled.
+//! A consumer group: its cursor, and its delivered events that are not settled.
 //!
-//! Every position up to the group's is done, has a row here (in flight or waiting), or is an open dead
-//! letter. The rows are indexed by what they wait for, so that a fetch checks only rows that it can get.
+//! Every event up to the cursor is done, has a row (in flight or waiting), or is an open dead letter. The rows
+//! are indexed by what they wait for, so that a fetch checks only rows that it can get.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -19,22 +19,24 @@ use crate::records::{LeaseParts as _, Records, Seq as _};
 pub(crate) struct Group {
     pub(crate) name: GroupName,
     pub(crate) ordered: bool,
-    /// It has no dead letters, and retention does not keep events for it that it has not reached.
+    /// Whether the group is ephemeral: it has no dead letters, and retention does not keep events that it has
+    /// not reached.
     pub(crate) ephemeral: bool,
-    /// The head of the log when the group was declared: later events are pending in it.
+    /// The head of the log when the group was declared. [`Settled`](everbus_core::Settled) counts the group only
+    /// for later events.
     pub(crate) declared_at: u64,
     pub(crate) subscriptions: Vec<SubscriptionInfo>,
-    /// Everything up to here was delivered, has a waiting row, or was skipped.
-    pub(crate) position: u64,
-    /// Settled and skipped events. A retried dead letter is in here and has a row again.
+    /// How far the group has come: every event up to here was delivered, has a waiting row, or was skipped.
+    pub(crate) cursor: u64,
+    /// Which events are settled or skipped. A retried dead letter is one of them, and has a row again.
     pub(crate) done: Progress,
     pub(crate) rows: BTreeMap<u64, Row>,
     pub(crate) active_at: Timestamp,
     /// The reasons of skipped events that are still in the log.
     pub(crate) skipped: BTreeMap<u64, Arc<str>>,
-    /// The record of events that failed before the group finished them.
+    /// Attempts and failures of events that failed before the group finished them.
     pub(crate) outcomes: BTreeMap<u64, Outcome>,
-    /// Events that were dropped before the group reached them.
+    /// Events beyond the cursor that were dropped; the group skips them.
     pub(crate) dropped: BTreeSet<u64>,
     pub(crate) consumers: HashMap<u64, Member>,
     /// Waiting rows that may be delivered now.
@@ -53,14 +55,14 @@ pub(crate) struct Group {
 #[derive(Debug)]
 pub(crate) struct Row {
     pub(crate) record: Arc<Recorded>,
-    /// Attempts begun.
+    /// How many attempts have begun.
     pub(crate) attempts: u32,
     pub(crate) failures: Vec<Failure>,
     pub(crate) state: RowState,
     key: Option<Arc<str>>,
-    /// It was retried from the dead letters, or is replayed.
+    /// Whether the event was retried from the dead letters, or is replayed.
     pub(crate) retried: bool,
-    /// When it was first seen that no consumer has a handler for it.
+    /// When the group first found that no consumer has a handler for the event.
     unhandled_since: Option<Timestamp>,
 }
 
@@ -78,9 +80,9 @@ pub(crate) enum RowState {
 
 /// The result of a claim.
 pub(crate) struct Claim {
-    /// The delivered rows: their leases are in the rows.
+    /// The positions of the delivered rows. The rows have the leases.
     pub(crate) taken: Vec<u64>,
-    /// Rows that had no handler for too long; they are removed from the group.
+    /// Rows that had no handler for too long. They are already removed from the group.
     pub(crate) orphans: Vec<Row>,
     /// When to check again, if nothing else happens before.
     pub(crate) next: Option<Timestamp>,
@@ -90,7 +92,7 @@ impl Group {
     pub(crate) fn new(
         name: GroupName,
         ordered: bool,
-        position: u64,
+        cursor: u64,
         head: u64,
         now: Timestamp,
     ) -> Self {
@@ -100,8 +102,8 @@ impl Group {
             ephemeral: false,
             declared_at: head,
             subscriptions: Vec::new(),
-            position,
-            done: Progress::new(position),
+            cursor,
+            done: Progress::new(cursor),
             rows: BTreeMap::new(),
             active_at: now,
             skipped: BTreeMap::new(),
@@ -123,19 +125,20 @@ impl Group {
             .any(|s| s.pattern.matches(event_type))
     }
 
-    /// Whether a subscription matches the event, and it is not addressed to another group.
+    /// Whether the group gets the event: a subscription matches it, and it is not addressed to another group.
     pub(crate) fn is_due(&self, event: &Event) -> bool {
         event.is_for(&self.name) && self.wants(event.event_type())
     }
 
-    /// Makes every row without a handler ready to be checked again.
+    /// Makes every row without a handler ready again, because a consumer may have a handler for it now.
     pub(crate) fn handlers_changed(&mut self) {
         let again = std::mem::take(&mut self.unhandled);
         self.ready
             .extend(again.into_iter().map(|(_, position)| position));
     }
 
-    /// Delivers up to `max` waiting rows and new events to a consumer.
+    /// Delivers up to `max` events to a consumer, first waiting rows, then new events. Also ends expired leases,
+    /// and removes rows that had no handler for too long.
     pub(crate) fn claim(
         &mut self,
         consumer: u64,
@@ -154,7 +157,7 @@ impl Group {
         let max = max.min(free);
         let until = now.plus(options.lease);
         let mut taken = Vec::new();
-        // Waiting rows come first. Rows for the handlers of other consumers stay.
+        // Rows that only other consumers have a handler for stay ready.
         let mut from = 0;
         while taken.len() < max {
             let Some(&position) = self.ready.range(from..).next() else {
@@ -170,14 +173,14 @@ impl Group {
             }
         }
         if taken.len() < max {
-            for record in records.after(self.position) {
+            for record in records.after(self.cursor) {
                 if taken.len() == max {
                     break;
                 }
                 self.pass(record, consumer, until, next_token, now, &mut taken);
             }
             if taken.len() < max {
-                // Removed events at the end of the log need no later visit.
+                // Nothing is left up to the end of the log; the last events of the log may have been removed.
                 self.advance_to(records.head());
                 self.dropped.clear();
             }
@@ -198,7 +201,8 @@ impl Group {
         }
     }
 
-    /// Moves the position past one new event: it is delivered, set aside, or skipped.
+    /// Moves the cursor past one new event. The event is skipped, delivered to this consumer, made ready for
+    /// another one, set aside if no consumer has a handler, or waits behind another event of its key.
     fn pass(
         &mut self,
         record: &Arc<Recorded>,
@@ -214,7 +218,7 @@ impl Group {
             return;
         }
         self.advance_to(position - 1);
-        self.position = position;
+        self.cursor = position;
         if !self.insert_row(record.clone(), now) {
             return;
         }
@@ -229,7 +233,7 @@ impl Group {
         }
     }
 
-    /// Sets aside a row without a handler.
+    /// Moves a row that no consumer has a handler for to `unhandled`.
     fn set_aside(&mut self, position: u64, now: Timestamp) {
         self.ready.remove(&position);
         if let Some(row) = self.rows.get_mut(&position) {
@@ -257,7 +261,7 @@ impl Group {
         }
     }
 
-    /// Removes a row from those that may be delivered.
+    /// Removes a row from `ready` and `unhandled`.
     fn withdraw(&mut self, position: u64) {
         self.ready.remove(&position);
         let since = self.rows.get(&position).and_then(|row| row.unhandled_since);
@@ -266,11 +270,11 @@ impl Group {
         }
     }
 
-    /// Skips everything up to a position.
+    /// Moves the cursor up to a position, and marks everything that it passes as done.
     pub(crate) fn advance_to(&mut self, position: u64) {
-        if position > self.position {
-            self.done.complete_range(self.position + 1, position);
-            self.position = position;
+        if position > self.cursor {
+            self.done.complete_range(self.cursor + 1, position);
+            self.cursor = position;
         }
     }
 
@@ -284,16 +288,16 @@ impl Group {
         consumers.any(|c| c.handles(event_type))
     }
 
-    /// Records why the group skipped an event without a row; an event that it has not reached yet is
-    /// skipped when the position passes it.
+    /// Records why the group skipped an event without a row. An event beyond the cursor is skipped when the
+    /// cursor passes it.
     pub(crate) fn skip(&mut self, position: u64, reason: &str) {
-        if position > self.position {
+        if position > self.cursor {
             self.dropped.insert(position);
         }
         self.skipped.insert(position, reason.into());
     }
 
-    /// Adds a row that waits from now on, without attempts: a retried dead letter, or a replay.
+    /// Adds a row for a retried dead letter or a replayed event. It is due now and has no attempts.
     pub(crate) fn add_waiting(&mut self, record: Arc<Recorded>, now: Timestamp) {
         let position = record.seq();
         self.skipped.remove(&position);
@@ -305,7 +309,8 @@ impl Group {
         }
     }
 
-    /// Adds a row that is due now. Returns whether its key allows a delivery.
+    /// Adds a row that is due now. Returns whether it may be delivered: in an ordered group, no earlier event of
+    /// its key is unsettled and no event of its key is in flight.
     fn insert_row(&mut self, record: Arc<Recorded>, now: Timestamp) -> bool {
         let position = record.seq();
         let mut key = None;
@@ -316,7 +321,7 @@ impl Group {
             let rows = self.keys.entry(name.clone()).or_default();
             let later = rows.range(position..).next().copied();
             rows.insert(position);
-            // A retried dead letter comes before the row that was the first of the key.
+            // The new row may be a retried dead letter, which comes before the row that was the first of its key.
             if let Some(later) = later {
                 self.withdraw(later);
             }
@@ -376,7 +381,7 @@ impl Group {
         }
     }
 
-    /// Settles a row for good and removes it.
+    /// Removes a row and marks its event as done.
     pub(crate) fn finish(&mut self, position: u64) -> Option<Row> {
         self.leave_flight(position);
         self.withdraw(position);
@@ -384,9 +389,9 @@ impl Group {
         if let RowState::Waiting { due } = row.state {
             self.due.remove(&(due, position));
         }
-        // A correction of a type that the group no longer matches may be settled before the position
-        // reaches it.
-        if position <= self.position {
+        // A corrected event that the group's patterns do not match gets a row at once. It may be settled before
+        // the cursor reaches it.
+        if position <= self.cursor {
             self.done.complete(position);
         }
         if let Some(key) = &row.key {
@@ -398,7 +403,7 @@ impl Group {
         Some(row)
     }
 
-    /// Makes the first row of a key ready again.
+    /// Lets the first row of a key be delivered as soon as it is due, if it waits.
     fn wake_key(&mut self, key: &Arc<str>) {
         let Some(&first) = self.keys.get(key).and_then(BTreeSet::first) else {
             self.keys.remove(key);
@@ -410,7 +415,7 @@ impl Group {
         }
     }
 
-    /// Puts a row that was in flight back to waiting.
+    /// Puts a row that was in flight back to waiting. `undo_attempt` takes back the count of its last attempt.
     pub(crate) fn put_back(&mut self, position: u64, due: Timestamp, undo_attempt: bool) {
         self.leave_flight(position);
         if let Some(row) = self.rows.get_mut(&position) {
@@ -436,7 +441,7 @@ impl Group {
         }
     }
 
-    /// Takes back rows whose lease has ended: the attempt counts, as a crash.
+    /// Puts rows whose lease has ended back to waiting. The attempt stays counted, with a failure of kind crash.
     pub(crate) fn end_leases(&mut self, now: Timestamp) {
         let mut ended = Vec::new();
         while let Some(&(until, position)) = self.leases.first()
@@ -456,8 +461,8 @@ impl Group {
         }
     }
 
-    /// Makes due rows ready, unless an earlier row of their key is not settled; settling that one makes
-    /// them ready.
+    /// Makes due rows ready. A row that waits behind another row of its key is left out; it becomes ready when
+    /// that row is settled.
     fn wake_due(&mut self, now: Timestamp) {
         while let Some(&(due, position)) = self.due.first()
             && due <= now
@@ -476,7 +481,7 @@ impl Group {
         }
     }
 
-    /// Whether a row is the first of its key and no later one is in flight.
+    /// Whether a row may be delivered: it is the first of its key, and no row of the key is in flight.
     fn may_go(&self, key: &Arc<str>, position: u64) -> bool {
         let Some(rows) = self.keys.get(key) else {
             return true;
@@ -507,9 +512,9 @@ impl Group {
         orphans
     }
 
-    /// A contradiction in the state, if there is one.
+    /// Looks for a contradiction in the state of the group, for the consistency check.
     pub(crate) fn contradiction(&self, open_dead: impl Fn(u64) -> bool) -> Option<String> {
-        for (first, last) in self.done.unfinished(self.position) {
+        for (first, last) in self.done.unfinished(self.cursor) {
             for position in first..=last {
                 if !self.rows.contains_key(&position) {
                     return Some(format!("event {position} is unfinished and has no row"));
@@ -522,10 +527,10 @@ impl Group {
             .done
             .highest()
             .max(last.map_or(0, |row| row.record.seq()));
-        if highest > self.position {
+        if highest > self.cursor {
             return Some(format!(
                 "event {highest} is beyond position {}",
-                self.position
+                self.cursor
             ));
         }
         let both = self.rows.keys().find(|position| open_dead(**position));

@@ -1,11 +1,14 @@
-//! A disk that is nearly full: publishes are refused, so that acks and dead letters still have room.
+//! A disk that is low on space: publishes are refused, so that acks and dead letters still have room.
+//!
+//! A commit that fails because the disk is full is handled in `transaction.rs`.
 
 use super::Writer;
 use crate::queue::Command;
 
 impl Writer {
-    /// Answers appends with `DiskFull` while too little space is left, and returns those that may run.
-    pub(super) fn refuse_if_full(&mut self, appends: Vec<Command>) -> Vec<Command> {
+    /// Returns the appends that may run. If too little space is free, answers all of them with `DiskFull` and returns
+    /// none.
+    pub(super) fn refuse_if_low_on_space(&mut self, appends: Vec<Command>) -> Vec<Command> {
         if appends.is_empty() {
             return appends;
         }
