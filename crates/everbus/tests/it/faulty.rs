@@ -36,6 +36,11 @@ impl Errors {
         self.0.lock().unwrap().clear();
     }
 
+    /// Whether everything that was planted has come up.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.lock().unwrap().is_empty()
+    }
+
     /// Lets so many calls through before what is added next.
     pub(crate) fn spare(&self, times: usize) {
         self.0.lock().unwrap().extend(vec![None; times]);

@@ -105,6 +105,31 @@ async fn outcomes_are_sent_again_when_the_server_was_away() {
     }
 }
 
+// conformance: contract/settle-outage: an outage that ended says nothing about later outcomes: a lease that is lost then counts as lost
+#[tokio::test]
+async fn a_lost_lease_after_an_outage_is_not_taken_for_a_repetition() {
+    let (bus, faults, _) = faulty().await;
+    let handler = || async {};
+    bus.subscribe("a").handler(handler).await.unwrap();
+    // The answer to the first outcome is lost, and the repetition is refused: the settler gives up on it.
+    faults.settle.add_after(1, Code::Unavailable);
+    faults.settle.add(1, Code::InvalidSetting);
+    bus.start().await.unwrap();
+    let first = bus.publish(("a", 1)).await.unwrap();
+    first.settled().await.unwrap();
+    eventually("the settler gives up", || async {
+        faults.settle.is_empty()
+    })
+    .await;
+    faults.settle_one.add(1, Code::LeaseLost);
+    bus.publish(("a", 2)).await.unwrap();
+    eventually("the lease counts as lost", || async {
+        bus.lost_leases() == 1
+    })
+    .await;
+    bus.shutdown().await.unwrap();
+}
+
 // conformance: contract/settle-blame: what a handler emits is its failure only if the engine refuses it; each other answer about one outcome is nobody's fault
 #[tokio::test]
 async fn only_a_refusal_is_the_handlers_failure() {

@@ -28,9 +28,17 @@ struct RetryState {
     since: Instant,
     /// How many outcomes the next batch repeats after an error. The rest of the batch is new.
     resent: usize,
-    /// Whether the engine may have applied a settlement that is sent again. Holds for the whole batch: the
-    /// settler does not remember which outcome.
+    /// Whether the engine may have applied a settlement that is sent again. Holds for all repeated outcomes: the
+    /// settler does not remember which one.
     maybe_applied: bool,
+}
+
+impl RetryState {
+    /// Nothing is repeated: the settler gave up on the batch.
+    fn give_up(&mut self) {
+        (self.resent, self.maybe_applied) = (0, false);
+        self.outage.forget();
+    }
 }
 
 impl Runner {
@@ -69,6 +77,7 @@ impl Runner {
         let (again, error) = match self.shared.engine.broker.settle(settlements).await {
             Ok(answers) if answers.len() != batch.len() => {
                 let error = Error::new(Code::Internal, "not every outcome was answered");
+                retry.give_up();
                 return self.settling_failed(batch, &error);
             }
             Ok(answers) => self.sort_out(batch, answers, retry),
@@ -77,7 +86,7 @@ impl Runner {
                 (batch.iter().map(Finished::again).collect(), Some(error))
             }
             Err(error) => {
-                retry.outage.forget();
+                retry.give_up();
                 return self.settling_failed(batch, &error);
             }
         };
@@ -93,8 +102,7 @@ impl Runner {
         let give_up = self.queue.finish_by();
         let no_time_left = give_up.is_some_and(|by| Instant::now() + pause > by);
         if no_time_left || self.leases_are_over(retry.since) {
-            (retry.resent, retry.maybe_applied) = (0, false);
-            retry.outage.forget();
+            retry.give_up();
             return self.settling_failed(&again, &given_up(&error, no_time_left));
         }
         retry.resent = again.len();
@@ -114,10 +122,10 @@ impl Runner {
         // The clock and the metrics recorder are user code: a panic in them must not end the settler.
         let now = guard::contain(|| self.shared.options.clock.now()).ok();
         let (mut again, mut passing) = (Vec::new(), None);
-        // Whether an earlier batch may have applied these settlements; the loop below changes the flag for
-        // the next batch.
-        let sent_before = retry.maybe_applied;
-        for (finished, answer) in batch.iter().zip(answers) {
+        // The first outcomes of the batch are the repeated ones: an earlier batch may have applied them. The loop
+        // below changes the flag for the next batch.
+        let sent_before = if retry.maybe_applied { retry.resent } else { 0 };
+        for (n, (finished, answer)) in batch.iter().zip(answers).enumerate() {
             let error = match answer {
                 Ok(()) => {
                     self.settled(finished, now);
@@ -134,7 +142,7 @@ impl Runner {
                 // Either an earlier try was applied, which ended the lease, or the lease was lost. The two
                 // cases cannot be told apart. The outcome is counted as settled and not sent again: if the
                 // lease was lost, the event is delivered again in any case.
-                Class::Conflict if sent_before && error.code() == Code::LeaseLost => {
+                Class::Conflict if n < sent_before && error.code() == Code::LeaseLost => {
                     self.settled(finished, now);
                 }
                 Class::Final => self.settling_failed(std::slice::from_ref(finished), &error),
