@@ -77,6 +77,9 @@ export function reloadSoon() {
 const thin = new Intl.NumberFormat("en").format;
 export const number = (value) => thin(value).replaceAll(",", "\u202f");
 
+// A latency in milliseconds. Short ones have a decimal.
+export const latency = (value) => (value < 10 ? `${value.toFixed(1)} ms` : millis(value));
+
 export function millis(value) {
   if (value < 1) return "0";
   if (value < 1000) return `${Math.round(value)} ms`;

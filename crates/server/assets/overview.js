@@ -1,5 +1,5 @@
 // The overview moves: figures and charts every second.
-import { millis, number } from "./api.js";
+import { latency, millis, number } from "./api.js";
 import { draw, spark } from "./charts.js";
 import { subscribe } from "./live.js";
 
@@ -12,8 +12,8 @@ function charts() {
   const line = (name) => points.map((point) => point[name]);
   const rates = document.getElementById("chart-rates");
   if (rates) draw(rates, times, [line("published"), line("handled"), line("failed")]);
-  const latency = document.getElementById("chart-latency");
-  if (latency) draw(latency, times, [line("p50"), line("p99")]);
+  const latencies = document.getElementById("chart-latency");
+  if (latencies) draw(latencies, times, [line("p50"), line("p99")]);
 }
 
 function set(id, text) {
@@ -53,8 +53,8 @@ function take({ figures }) {
   set("f-published", now.published.toFixed(1));
   set("f-handled", now.handled.toFixed(1));
   set("f-failed", now.failed.toFixed(1));
-  set("f-p50", String(now.p50));
-  set("f-p99", String(now.p99));
+  set("f-p50", latency(now.p50));
+  set("f-p99", latency(now.p99));
   set("f-waiting", number(now.waiting));
   set("f-dead", number(now.dead_letters));
   set("processes", figures.processes === 1 ? "1 server" : `${figures.processes} servers on this store`);

@@ -13,6 +13,7 @@ use http::request::Parts;
 use http::{HeaderMap, StatusCode, header};
 use serde::de::{Deserialize, DeserializeOwned};
 
+use crate::guard::Connection;
 use crate::options::Limits;
 use crate::problem::Problem;
 use crate::state::AppState;
@@ -26,6 +27,9 @@ const DISCARDING: Duration = Duration::from_secs(2);
 /// The content type without parameters, in lower case.
 pub(crate) fn essence(headers: &HeaderMap) -> Cow<'_, str> {
     let kind = headers.get(header::CONTENT_TYPE);
+    if kind.is_some_and(|kind| kind == "application/json") {
+        return Cow::Borrowed("application/json");
+    }
     let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
     let essence = kind.split(';').next().unwrap_or_default().trim();
     match essence.bytes().any(|b| b.is_ascii_uppercase()) {
@@ -138,10 +142,11 @@ pub(crate) async fn read(body: Body, request: &Parts, limits: &Limits) -> Result
 
 /// The timer of the connection of a request.
 pub(crate) fn timer_of(request: &Parts, limits: &Limits) -> ConnectionTimer {
-    let timer = request.extensions.get::<ConnectionTimer>();
-    timer
-        .cloned()
-        .unwrap_or_else(|| ConnectionTimer::new(limits.body_timeout))
+    let connection = request.extensions.get::<Connection>();
+    connection.map_or_else(
+        || ConnectionTimer::new(limits.body_timeout),
+        |connection| connection.timer.clone(),
+    )
 }
 
 async fn as_sent(body: Body, timer: &ConnectionTimer, limits: &Limits) -> Result<Bytes, Problem> {

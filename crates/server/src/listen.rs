@@ -1,5 +1,6 @@
 //! Accepting connections within their limits: how many, how long their headers take, TLS.
 
+use std::convert::Infallible;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,9 +8,10 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use everbus::{Code, Error, Result};
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use hyper_util::service::TowerToHyperService;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -18,7 +20,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio_rustls::TlsAcceptor;
 
-use crate::guard::Peer;
+use crate::guard::{self, Connection, Peer};
 use crate::options::Tls;
 use crate::state::AppState;
 use crate::timer::ConnectionTimer;
@@ -94,18 +96,21 @@ where
 {
     let header_timeout = state.options().limits.header_timeout;
     let timer = ConnectionTimer::new(header_timeout);
-    let of_requests = timer.clone();
-    let service = tower::service_fn(move |mut request: http::Request<hyper::body::Incoming>| {
-        request.extensions_mut().insert(peer);
-        request.extensions_mut().insert(of_requests.clone());
-        let mut router = router.clone();
-        tower::Service::call(&mut router, request.map(Body::new))
+    let connection = Connection {
+        peer,
+        timer: timer.clone(),
+        caller: None,
+    };
+    let service = service_fn(|mut request: http::Request<Incoming>| {
+        request.extensions_mut().insert(connection.clone());
+        let served = guard::around(state, router.clone(), request.map(Body::new));
+        async { Ok::<_, Infallible>(served.await) }
     });
     let connection = http1::Builder::new()
         .timer(timer)
         .header_read_timeout(header_timeout)
         .max_buf_size(HEADER_BYTES)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(service))
+        .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
     let mut connection = std::pin::pin!(connection);
     let ended = tokio::select! {

@@ -5,12 +5,14 @@
 use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::{FromRequestParts, Request, State};
+use axum::extract::{FromRequestParts, Request};
 use axum::handler::Handler;
-use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Redirect, Response};
 use axum::routing::{MethodFilter, MethodRouter, on};
 use everbus::audit::{Operator, with_operator};
+use everbus::{with_correlation_id, with_trace};
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use http::Method;
 use http::request::Parts;
 use schemars::{JsonSchema, Schema, SchemaGenerator};
@@ -18,7 +20,7 @@ use tracing::field::Empty;
 use tracing::{Instrument as _, Span};
 
 use crate::auth::{Caller, Scope};
-use crate::guard::Peer;
+use crate::guard::{Connection, Context};
 use crate::problem::Problem;
 use crate::state::AppState;
 
@@ -37,8 +39,11 @@ pub enum Access {
 pub struct Route {
     pub(crate) listed: Listed,
     pub(crate) doc: Doc,
-    handler: MethodRouter<AppState>,
+    handler: MakeHandler,
 }
+
+/// Puts the check of a route before its handler.
+type MakeHandler = Box<dyn FnOnce(Arc<Checked>) -> MethodRouter<AppState>>;
 
 /// A route as it is listed: what the security tests go through.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,7 +91,7 @@ impl Route {
                 status: 200,
                 ..Doc::default()
             },
-            handler: on(filter, handler),
+            handler: Box::new(move |check| on(filter, Guarded { check, handler })),
         }
     }
 
@@ -185,8 +190,7 @@ pub(crate) fn router(state: &AppState, routes: Vec<Route>) -> Router<AppState> {
             state: state.clone(),
             route: listed,
         });
-        let check = from_fn_with_state(checked, check);
-        router = router.route(path, route.handler.layer(check));
+        router = router.route(path, (route.handler)(checked));
     }
     router
 }
@@ -197,13 +201,44 @@ struct Checked {
     route: Listed,
 }
 
-/// Runs a request of the API in a span of its own.
-async fn check(State(to): State<Arc<Checked>>, request: Request, next: Next) -> Response {
-    let span = span(&to.route, &request);
-    if span.is_disabled() {
-        return checked(&to, request, next).await;
+/// A handler behind the check of its route. A layer of the router would copy the services below it for each request.
+#[derive(Clone)]
+struct Guarded<H> {
+    check: Arc<Checked>,
+    handler: H,
+}
+
+/// Runs the handler of a request that passed the check.
+type Run = Box<dyn FnOnce(Request) -> BoxFuture<'static, Response> + Send>;
+
+impl<H: Handler<T, AppState>, T: 'static> Handler<(Guarded<()>, T), AppState> for Guarded<H> {
+    type Future = BoxFuture<'static, Response>;
+
+    fn call(self, request: Request, state: AppState) -> Self::Future {
+        let handler = self.handler;
+        let run: Run = Box::new(move |request| handler.call(request, state).boxed());
+        check(self.check, request, run).boxed()
     }
-    let response = checked(&to, request, next).instrument(span.clone()).await;
+}
+
+/// Runs a request in the context that its client gave, and a request of the API in a span of its own.
+async fn check(to: Arc<Checked>, mut request: Request, run: Run) -> Response {
+    let span = span(&to.route, &request);
+    let context = request.extensions_mut().remove::<Context>();
+    if span.is_disabled() && context.is_none() {
+        return checked(&to, request, run).await;
+    }
+    // Boxed: few requests need this, and the futures of the others should be small.
+    let mut served = checked(&to, request, run).boxed();
+    if let Some(context) = context {
+        if let Some(trace) = context.trace {
+            served = with_trace(trace, served).boxed();
+        }
+        if let Some(id) = context.correlation_id {
+            served = with_correlation_id(id, served).boxed();
+        }
+    }
+    let response = served.instrument(span.clone()).await;
     let status = response.status();
     span.record("http.response.status_code", u64::from(status.as_u16()));
     if status.is_server_error() {
@@ -236,16 +271,16 @@ fn span(route: &Listed, request: &Request) -> Span {
 }
 
 /// Finds out who calls, compares with what the route asks, and runs the handler in the name of the caller.
-async fn checked(to: &Checked, request: Request, next: Next) -> Response {
+async fn checked(to: &Checked, request: Request, run: Run) -> Response {
     let Checked { state, route } = to;
     let (scope, is_page) = match route.access {
-        Access::Public => return next.run(request).await,
+        Access::Public => return run(request).await,
         Access::Scope(scope) => (scope, false),
         Access::Page(scope) => (scope, true),
     };
     // A body cannot be shared between threads, so only the rest of the request is borrowed across the wait.
     let (mut parts, body) = request.into_parts();
-    let peer = parts.extensions.get::<Peer>().copied();
+    let peer = parts.extensions.get::<Connection>().map(|of| of.peer);
     let caller = match Caller::of(state, &parts.headers, peer).await {
         Ok(caller) => caller,
         Err(problem) if is_page && problem.status() == http::StatusCode::UNAUTHORIZED => {
@@ -272,9 +307,11 @@ async fn checked(to: &Checked, request: Request, next: Next) -> Response {
         return Problem::forbidden(what).into_response();
     }
     let operator = Operator::new(caller.actor());
-    parts.extensions.insert(caller);
+    if let Some(connection) = parts.extensions.get_mut::<Connection>() {
+        connection.caller = Some(caller);
+    }
     let request = Request::from_parts(parts, body);
-    with_operator(operator, next.run(request)).await
+    with_operator(operator, run(request)).await
 }
 
 fn to_login(request: &Parts) -> Response {
@@ -291,9 +328,8 @@ impl<S: Sync> FromRequestParts<S> for Caller {
 
     /// The caller, as the check of the route found it. Handlers of public routes have none.
     async fn from_request_parts(parts: &mut http::request::Parts, _: &S) -> Result<Self, Problem> {
-        let caller = parts.extensions.get::<Caller>();
-        caller
-            .cloned()
-            .ok_or_else(|| Problem::unauthenticated("this route has no caller"))
+        let connection = parts.extensions.get::<Connection>();
+        let caller = connection.and_then(|connection| connection.caller.clone());
+        caller.ok_or_else(|| Problem::unauthenticated("this route has no caller"))
     }
 }

@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use axum::Router;
-use axum::middleware::from_fn_with_state;
 use everbus::{Bus, Code, Config, Error, Result, Shutdown};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -13,7 +12,7 @@ use tokio_rustls::TlsAcceptor;
 use crate::options::ServerOptions;
 use crate::routes::{Route, router};
 use crate::state::AppState;
-use crate::{api, consumers, dashboard, demo, guard, listen, metrics, openapi, sse, tasks, ws};
+use crate::{api, consumers, dashboard, demo, listen, metrics, openapi, sse, tasks, ws};
 
 /// After the stop, WebSockets get this long to say so and to give back what they hold.
 const LEAVE: Duration = Duration::from_secs(5);
@@ -145,13 +144,11 @@ fn start_background(state: &AppState, background: &mut JoinSet<()>) {
     background.spawn(async move { figures.live().figures().run().await });
 }
 
-/// The router with everything around it.
+/// The router. [`around`](crate::guard::around) puts the rest around each request.
 pub(crate) fn app(state: &AppState) -> Router {
     let mut all = routes();
     let document = openapi::document(&all);
     all.extend(openapi::routes(&document));
     state.set_routes(all.iter().map(|route| route.listed.clone()).collect());
-    router(state, all)
-        .layer(from_fn_with_state(state.clone(), guard::around))
-        .with_state(state.clone())
+    router(state, all).with_state(state.clone())
 }

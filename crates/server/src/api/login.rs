@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use super::Answer;
 use crate::auth::{Caller, Scope, session};
 use crate::body::SmallInput;
-use crate::guard::Peer;
+use crate::guard::Connection;
 use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
@@ -67,11 +67,11 @@ struct Ended {
 
 async fn begin(
     State(state): State<AppState>,
-    peer: Option<Extension<Peer>>,
+    connection: Option<Extension<Connection>>,
     SmallInput(login): SmallInput<Login>,
 ) -> Result<Response, Problem> {
-    if let Some(Extension(peer)) = peer {
-        state.rates().take(|| peer.unnamed())?;
+    if let Some(Extension(connection)) = connection {
+        state.rates().take(|| connection.peer.unnamed())?;
     }
     let cookie = session::begin(&state, login.token.trim()).await?;
     let token = state.tokens().find(login.token.trim()).await?;

@@ -20,7 +20,12 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use serde::Serialize;
 
+use crate::guard::MOST_ADDED;
 use crate::routes::Route;
+
+/// The usual answer to a publish fits into this many bytes.
+const SMALL: usize = 256;
+const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
 /// Every route of the API.
 pub(crate) fn routes() -> Vec<Route> {
@@ -47,10 +52,15 @@ pub(crate) struct Answer<T>(pub(crate) T);
 
 impl<T: Serialize> IntoResponse for Answer<T> {
     fn into_response(self) -> Response {
-        match serde_json::to_vec(&self.0) {
-            Ok(body) => {
-                let kind = HeaderValue::from_static("application/json");
-                ([(header::CONTENT_TYPE, kind)], body).into_response()
+        let mut body = Vec::with_capacity(SMALL);
+        match serde_json::to_writer(&mut body, &self.0) {
+            Ok(()) => {
+                let mut response = Response::new(body.into());
+                let headers = response.headers_mut();
+                // With room for those that every answer gets, and for the length: growing means to allocate again.
+                headers.reserve(MOST_ADDED + 2);
+                headers.insert(header::CONTENT_TYPE, JSON);
+                response
             }
             Err(error) => {
                 tracing::error!(target: "everbus::http", %error, "an answer could not be written");

@@ -14,7 +14,7 @@ use everbus::{
     Attributes, Class, Code, Dialect, Entity, Error, Event, EventId, Receipt, Timestamp,
 };
 use futures_util::{FutureExt as _, StreamExt as _};
-use http::{HeaderMap, StatusCode, header};
+use http::{HeaderMap, HeaderName, StatusCode, header};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -32,6 +32,8 @@ use crate::timer::ConnectionTimer;
 const CHUNK: usize = 1000;
 /// A chunk is published when its lines have this many bytes.
 const CHUNK_BYTES: usize = 1 << 20;
+
+const SPECVERSION: HeaderName = HeaderName::from_static("ce-specversion");
 
 pub(super) fn routes() -> Vec<Route> {
     vec![
@@ -270,7 +272,7 @@ fn read(
         Some(name) => Some(name.parse::<Dialect>()?),
         None => None,
     };
-    let is_cloud = headers.contains_key("ce-specversion");
+    let is_cloud = headers.contains_key(SPECVERSION);
     match kind {
         "application/cloudevents+json" | "application/cloudevents" => {
             Ok(vec![dialects::decode(body, Dialect::CloudEvents)?])

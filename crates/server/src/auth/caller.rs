@@ -185,8 +185,10 @@ const SUBPROTOCOL: &str = "everbus.token.";
 fn bearer(headers: &HeaderMap) -> Result<Option<&str>, Problem> {
     let Some(value) = headers.get(header::AUTHORIZATION) else {
         let offered = headers.get(header::SEC_WEBSOCKET_PROTOCOL);
-        let offered = offered.and_then(|value| value.to_str().ok());
-        let mut offered = offered.unwrap_or_default().split(',').map(str::trim);
+        let Some(offered) = offered.and_then(|value| value.to_str().ok()) else {
+            return Ok(None);
+        };
+        let mut offered = offered.split(',').map(str::trim);
         return Ok(offered.find_map(|name| name.strip_prefix(SUBPROTOCOL)));
     };
     let text = value.to_str().unwrap_or_default();

@@ -208,6 +208,10 @@ impl Tokens {
 
     /// Whether tokens are used here: one was made, even if it was revoked since. Until then a loopback server is open.
     pub async fn are_used(&self) -> Result<bool> {
+        // Asked by every request: nearly always the copy is there.
+        if let Some(known) = &*self.known.read() {
+            return Ok(known.used);
+        }
         let known = self.known_if_any().await?;
         Ok(known.is_some_and(|known| known.used))
     }

@@ -9,7 +9,7 @@ use maud::{Markup, html};
 use tokio::time::timeout;
 
 use super::page::{Page, PageError, Place};
-use super::parts::{self, number};
+use super::parts::{self, latency, number};
 use crate::auth::Caller;
 use crate::figures::{Overview, Point};
 use crate::state::AppState;
@@ -83,8 +83,8 @@ fn cards(now: &Point, of_tenant: bool) -> Markup {
                 }
                 div.card.figure {
                     div.label { "Latency p99" }
-                    div.value { span #f-p99 { (now.p99) } span.unit { "ms" } }
-                    div.note { "p50 " span #f-p50 { (now.p50) } " ms" }
+                    div.value #f-p99 { (latency(now.p99)) }
+                    div.note { "p50 " span #f-p50 { (latency(now.p50)) } }
                 }
             }
             a.card.figure href="/groups" {

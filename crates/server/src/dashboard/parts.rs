@@ -45,6 +45,14 @@ pub(super) fn millis(millis: u64) -> String {
     }
 }
 
+/// A latency in milliseconds. Short ones have a decimal.
+pub(super) fn latency(of_millis: f64) -> String {
+    match of_millis < 10.0 {
+        true => format!("{of_millis:.1} ms"),
+        false => millis(of_millis.round() as u64),
+    }
+}
+
 /// A number with thin spaces between its thousands.
 pub(super) fn number(n: u64) -> String {
     let digits = n.to_string();
@@ -223,6 +231,8 @@ mod tests {
         assert_eq!(number(12), "12");
         assert_eq!(millis(0), "0");
         assert_eq!(millis(999), "999 ms");
+        let latencies = [0.0, 0.75, 238.75, 28_726.32].map(latency);
+        assert_eq!(latencies, ["0.0 ms", "0.8 ms", "239 ms", "28.7 s"]);
         assert_eq!(millis(90_000), "1 min");
         assert_eq!(short_id("order-1"), "order-1");
     }

@@ -5,17 +5,20 @@ pub(crate) mod rate;
 
 use std::net::SocketAddr;
 use std::panic::AssertUnwindSafe;
+use std::time::Instant;
 
-use axum::extract::{Request, State};
-use axum::middleware::Next;
+use axum::Router;
+use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
-use everbus::{EventId, TraceContext, with_correlation_id, with_trace};
+use everbus::{EventId, TraceContext};
 use futures_util::FutureExt as _;
-use http::request::Parts;
-use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use tower::Service as _;
 
+use crate::auth::Caller;
 use crate::problem::{self, Problem};
 use crate::state::AppState;
+use crate::timer::ConnectionTimer;
 
 /// The address of the client.
 #[derive(Clone, Copy, Debug)]
@@ -28,73 +31,131 @@ impl Peer {
     }
 }
 
+/// What a request knows of its connection. It is in the extensions of every request of a server.
+#[derive(Clone)]
+pub(crate) struct Connection {
+    pub(crate) peer: Peer,
+    pub(crate) timer: ConnectionTimer,
+    /// The caller of this request, once the check of its route has found it.
+    pub(crate) caller: Option<Caller>,
+}
+
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// Longer request ids are not used: they end up in every event and log line.
 const LONGEST_ID: usize = 128;
 
 /// Every answer gets at most this many headers.
-const MOST_ADDED: usize = 9;
+pub(crate) const MOST_ADDED: usize = 9;
+
+const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
+const FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
 /// Scripts, styles and images only from the server itself, and no frames. Pages have no inline script or style.
 const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                    font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; \
                    frame-ancestors 'none'; manifest-src 'self'";
 
-/// The outermost layer.
-pub(crate) async fn around(
-    State(state): State<AppState>,
-    request: Request,
-    next: Next,
-) -> Response {
-    let began = std::time::Instant::now();
-    // A body cannot be shared between threads, so only the rest of the request is borrowed across waits.
-    let (parts, body) = request.into_parts();
-    let given = request_id(&parts.headers);
+// Values are made at compile time: making one checks each of its bytes.
+/// The headers that every answer has, with these values.
+const FIXED: [(HeaderName, HeaderValue); 5] = [
+    (
+        header::CONTENT_SECURITY_POLICY,
+        HeaderValue::from_static(CSP),
+    ),
+    (
+        header::X_CONTENT_TYPE_OPTIONS,
+        HeaderValue::from_static("nosniff"),
+    ),
+    (header::X_FRAME_OPTIONS, HeaderValue::from_static("DENY")),
+    (
+        header::REFERRER_POLICY,
+        HeaderValue::from_static("no-referrer"),
+    ),
+    (RESOURCE_POLICY, HeaderValue::from_static("same-origin")),
+];
+const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
+
+/// What a client says about the context of a request. It is in the extensions of the request, if there is any.
+#[derive(Clone)]
+pub(crate) struct Context {
+    /// Its request id: the correlation id of what the request publishes. Without one each event has its own, as
+    /// everywhere.
+    pub(crate) correlation_id: Option<Box<str>>,
+    pub(crate) trace: Option<TraceContext>,
+}
+
+/// Serves a request of a connection, with everything around it.
+pub(crate) async fn around(state: &AppState, mut router: Router, mut request: Request) -> Response {
+    let given = request_id(request.headers());
     let id = given.as_deref().map_or_else(made_id, visible);
-    let trace = trace(&parts.headers);
-    let (method, uri) = (parts.method.clone(), parts.uri.clone());
-    let origin = allowed_origin(&state, &parts.headers);
-    let serve = async {
-        if let Err(problem) = admit(&state, &parts).await {
-            return problem.into_response();
-        }
-        if let (true, Some(origin)) = (is_preflight(&parts), &origin) {
-            return preflight(origin);
-        }
-        let request = Request::from_parts(parts, body);
-        let served = AssertUnwindSafe(next.run(request)).catch_unwind().await;
-        served.unwrap_or_else(|_| {
-            let path = uri.path();
-            tracing::error!(target: "everbus::http", %path, "a request handler panicked");
-            let what = "the request met a bug; the server goes on";
-            Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "Internal", what).into_response()
-        })
-    };
-    // The id of the client is the correlation id of what the request publishes. Without one each event has its
-    // own, as everywhere.
-    let serve = async {
-        match given {
-            Some(given) => with_correlation_id(given, serve).await,
-            None => serve.await,
+    let trace = trace(request.headers());
+    if given.is_some() || trace.is_some() {
+        request.extensions_mut().insert(Context {
+            correlation_id: given.map(String::into_boxed_str),
+            trace,
+        });
+    }
+    let seen = Seen::of(&request);
+    let origin = allowed_origin(state, request.headers());
+    let is_open = state.is_open().await;
+    let admitted = is_open.map_err(Problem::from);
+    let admitted = admitted.and_then(|is_open| admit(state, is_open, &request));
+    let response = match (admitted, &origin) {
+        (Err(problem), _) => problem.into_response(),
+        (Ok(()), Some(origin)) if is_preflight(&request) => preflight(origin),
+        (Ok(()), _) => {
+            let served = AssertUnwindSafe(router.call(request)).catch_unwind();
+            served
+                .await
+                .map_or_else(|_| seen.panicked(), |Ok(response)| response)
         }
     };
-    let response = match trace {
-        Some(trace) => with_trace(trace, serve).await,
-        None => serve.await,
-    };
-    let mut response = as_problem(response).await;
-    let status = response.status().as_u16();
-    tracing::debug!(
-        target: "everbus::http",
-        %method,
-        path = %uri.path(),
-        status,
-        duration_ms = began.elapsed().as_secs_f64() * 1000.0,
-        request_id = %id.to_str().unwrap_or_default(),
-        "request"
-    );
+    let mut response = as_problem(response);
+    seen.log(response.status(), &id);
     finish(response.headers_mut(), id, origin);
     response
+}
+
+/// What the log says about a request.
+struct Seen {
+    method: Method,
+    uri: Uri,
+    /// Unless the log leaves requests out.
+    began: Option<Instant>,
+}
+
+impl Seen {
+    fn of(request: &Request) -> Self {
+        let is_logged = tracing::enabled!(target: "everbus::http", tracing::Level::DEBUG);
+        Self {
+            method: request.method().clone(),
+            uri: request.uri().clone(),
+            began: is_logged.then(Instant::now),
+        }
+    }
+
+    fn log(&self, status: StatusCode, id: &HeaderValue) {
+        let Some(began) = self.began else { return };
+        tracing::debug!(
+            target: "everbus::http",
+            method = %self.method,
+            path = %self.uri.path(),
+            status = status.as_u16(),
+            duration_ms = began.elapsed().as_secs_f64() * 1000.0,
+            request_id = %id.to_str().unwrap_or_default(),
+            "request"
+        );
+    }
+
+    /// The answer of a handler that panicked.
+    fn panicked(&self) -> Response {
+        let path = self.uri.path();
+        tracing::error!(target: "everbus::http", %path, "a request handler panicked");
+        let what = "the request met a bug; the server goes on";
+        Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "Internal", what).into_response()
+    }
 }
 
 /// The id of a request that came without one.
@@ -110,9 +171,9 @@ fn visible(text: &str) -> HeaderValue {
 }
 
 /// Refuses requests that a page of another site may have caused.
-async fn admit(state: &AppState, request: &Parts) -> Result<(), Problem> {
-    let headers = &request.headers;
-    if state.is_open().await? && !is_known_host(state, headers) {
+fn admit(state: &AppState, is_open: bool, request: &Request) -> Result<(), Problem> {
+    let headers = request.headers();
+    if is_open && !is_known_host(state, headers) {
         let what = "the server does not answer under this host name";
         return Err(
             Problem::new(StatusCode::MISDIRECTED_REQUEST, "UnknownHost", what)
@@ -120,7 +181,7 @@ async fn admit(state: &AppState, request: &Parts) -> Result<(), Problem> {
         );
     }
     let upgrades = headers.contains_key(header::UPGRADE);
-    if request.method.is_safe() && !upgrades {
+    if request.method().is_safe() && !upgrades {
         return Ok(());
     }
     check_origin(state, headers)
@@ -143,7 +204,7 @@ pub(crate) fn check_origin(state: &AppState, headers: &HeaderMap) -> Result<(), 
             _ => Err(foreign()),
         };
     }
-    match headers.get("sec-fetch-site").map(HeaderValue::as_bytes) {
+    match headers.get(FETCH_SITE).map(HeaderValue::as_bytes) {
         Some(b"cross-site" | b"same-site") => Err(foreign()),
         _ => Ok(()),
     }
@@ -180,10 +241,10 @@ fn allowed_origin(state: &AppState, headers: &HeaderMap) -> Option<HeaderValue> 
     is_allowed.then(|| origin.clone())
 }
 
-fn is_preflight(request: &Parts) -> bool {
-    request.method == Method::OPTIONS
+fn is_preflight(request: &Request) -> bool {
+    request.method() == Method::OPTIONS
         && request
-            .headers
+            .headers()
             .contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
 }
 
@@ -209,32 +270,22 @@ fn preflight(origin: &HeaderValue) -> Response {
 fn finish(headers: &mut HeaderMap, id: HeaderValue, origin: Option<HeaderValue>) {
     headers.reserve(MOST_ADDED);
     headers.insert(REQUEST_ID, id);
-    let fixed = [
-        (header::CONTENT_SECURITY_POLICY, CSP),
-        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
-        (header::X_FRAME_OPTIONS, "DENY"),
-        (header::REFERRER_POLICY, "no-referrer"),
-        (
-            HeaderName::from_static("cross-origin-resource-policy"),
-            "same-origin",
-        ),
-    ];
-    for (name, value) in fixed {
-        headers.insert(name, HeaderValue::from_static(value));
+    for (name, value) in FIXED {
+        headers.insert(name, value);
     }
     if let Some(origin) = origin {
         headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin);
         headers.insert(header::VARY, HeaderValue::from_static("Origin"));
-        headers.remove("cross-origin-resource-policy");
+        headers.remove(RESOURCE_POLICY);
     }
     if !headers.contains_key(header::CACHE_CONTROL) {
-        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        headers.insert(header::CACHE_CONTROL, NO_STORE);
     }
 }
 
 /// Refusals of the router itself (no such path, no such method, a path that is not UTF-8) are plain texts: they
 /// become problem documents.
-async fn as_problem(response: Response) -> Response {
+fn as_problem(response: Response) -> Response {
     let status = response.status();
     let kind = response.headers().get(header::CONTENT_TYPE);
     let is_plain = kind.is_none_or(|kind| kind.as_bytes().starts_with(b"text/plain"));
@@ -273,6 +324,6 @@ fn request_id(headers: &HeaderMap) -> Option<String> {
 
 /// The trace that a request belongs to.
 pub(crate) fn trace(headers: &HeaderMap) -> Option<TraceContext> {
-    let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    TraceContext::parse(text("traceparent")?, text("tracestate")).ok()
+    let text = |name: HeaderName| headers.get(name).and_then(|value| value.to_str().ok());
+    TraceContext::parse(text(TRACEPARENT)?, text(TRACESTATE)).ok()
 }
