@@ -86,6 +86,25 @@ struct Desk {
     orphans: Instant,
 }
 
+impl Desk {
+    /// Tells the window what was settled since it was last told.
+    fn widen(&mut self) {
+        if self.settled > 0 {
+            let (settled, step) = (std::mem::take(&mut self.settled), self.step);
+            self.window.settled(settled, Instant::now(), step);
+        }
+    }
+}
+
+/// The answer to a claim.
+struct Claimed {
+    events: Vec<Value>,
+    tag: String,
+    registry: Arc<Registry>,
+    handled: Arc<[Pattern]>,
+    came: Instant,
+}
+
 pub(crate) struct RedisConsumer {
     inner: Arc<Inner>,
     wakes: watch::Receiver<u64>,
@@ -164,7 +183,7 @@ impl Inner {
     }
 
     /// Takes what is ready. What waited too long is given back instead.
-    fn take(self: &Arc<Self>, max: usize) -> Result<Vec<Item>> {
+    fn take(self: &Arc<Self>, max: usize) -> Result<Vec<Delivery>> {
         let mut desk = self.desk.lock();
         if let Some(error) = &desk.error {
             let error = error.clone();
@@ -183,10 +202,12 @@ impl Inner {
             stale.extend(desk.ready.pop_front());
         }
         let count = desk.ready.len().min(max);
-        let items = desk.ready.drain(..count).collect();
+        // Under the lock, so that a claim that ends meanwhile counts them as held.
+        let taken = desk.ready.drain(..count);
+        let taken = taken.map(|item| self.deliver(item)).collect();
         drop(desk);
         self.give_back(stale);
-        Ok(items)
+        Ok(taken)
     }
 
     /// Begins a claim if one is due and there is room. Returns when to try again.
@@ -195,13 +216,9 @@ impl Inner {
         if desk.claiming || desk.prefetch == 0 || desk.ended || !desk.ready.is_empty() {
             return None;
         }
-        if desk.settled > 0 {
-            let (settled, step) = (std::mem::take(&mut desk.settled), desk.step);
-            desk.window.settled(settled, Instant::now(), step);
-        }
-        let most = desk.window.size().min(desk.prefetch);
-        let (held, next) = self.shared.held.count(self.number, most);
-        let want = most.saturating_sub(held).min(max).min(desk.most);
+        desk.widen();
+        let (room, next) = self.room(&desk, 0);
+        let want = room.min(max).min(desk.most);
         if want == 0 {
             return next;
         }
@@ -214,37 +231,77 @@ impl Inner {
         self.shared.link.join();
         let inner = self.clone();
         tokio::spawn(async move {
-            let began = Instant::now();
-            let claimed = inner.claim_now(want).await;
-            let ended = {
-                let mut desk = inner.desk.lock();
-                desk.claiming = false;
-                desk.step = began.elapsed();
-                match claimed {
-                    Ok(items) => {
-                        desk.most = (desk.most * 2).min(MOST);
-                        desk.ready.extend(items);
-                    }
-                    Err(error) => {
-                        if error.outcome_unknown() {
-                            desk.most = (want / 2).max(1);
-                        }
-                        desk.look = Instant::now() + AFTER_ERROR;
-                        desk.error = Some(error);
-                    }
+            let mut asked = Some((want, inner.clone().ask(want).await));
+            while let Some((want, answer)) = asked.take() {
+                let more = answer.as_ref().ok().and_then(|a| inner.more(a, want, max));
+                // The server works on the next claim while this one is read.
+                let ahead = more.map(|more| (more, tokio::spawn(inner.clone().ask(more))));
+                let items = match answer {
+                    Ok(answer) => inner.read(answer).await,
+                    Err(error) => Err(error),
+                };
+                inner.put(items, want, ahead.is_none()).await;
+                if let Some((want, ahead)) = ahead {
+                    let panicked = |_| Err(Error::new(Code::Internal, "a claim has panicked"));
+                    asked = Some((want, ahead.await.unwrap_or_else(panicked)));
                 }
-                let closed = inner.shared.link.check_open().is_err();
-                match desk.ended || desk.prefetch == 0 || closed {
-                    true => desk.ready.drain(..).collect(),
-                    false => Vec::new(),
-                }
-            };
-            inner.return_items(ended).await;
-            inner.changed.notify_waiters();
+            }
             inner.shared.link.part();
             inner.expire_later();
         });
         None
+    }
+
+    /// How many to claim at once after a claim that was answered in full. Only a whole batch is worth it: for less the
+    /// next fetch asks.
+    fn more(&self, answer: &Claimed, want: usize, max: usize) -> Option<usize> {
+        if answer.events.len() < want {
+            return None;
+        }
+        let mut desk = self.desk.lock();
+        if desk.ended || desk.prefetch == 0 {
+            return None;
+        }
+        desk.widen();
+        let (room, _) = self.room(&desk, answer.events.len());
+        let more = room.min(max).min(desk.most);
+        (more >= want).then_some(more)
+    }
+
+    /// Puts claimed events on the desk; `last`: no other claim is under way.
+    async fn put(self: &Arc<Self>, claimed: Result<Vec<Item>>, want: usize, last: bool) {
+        let ended = {
+            let mut desk = self.desk.lock();
+            desk.claiming = !last;
+            match claimed {
+                Ok(items) => {
+                    desk.most = (desk.most * 2).min(MOST);
+                    desk.ready.extend(items);
+                }
+                Err(error) => {
+                    if error.outcome_unknown() {
+                        desk.most = (want / 2).max(1);
+                    }
+                    desk.look = Instant::now() + AFTER_ERROR;
+                    desk.error = Some(error);
+                }
+            }
+            let closed = self.shared.link.check_open().is_err();
+            match desk.ended || desk.prefetch == 0 || closed {
+                true => desk.ready.drain(..).collect(),
+                false => Vec::new(),
+            }
+        };
+        self.return_items(ended).await;
+        self.changed.notify_waiters();
+    }
+
+    /// How many more events may be in flight beside those that are held, ready or `coming`; and if there are none, when
+    /// the first lease ends.
+    fn room(&self, desk: &Desk, coming: usize) -> (usize, Option<Instant>) {
+        let most = desk.window.size().min(desk.prefetch);
+        let (held, next) = self.shared.held.count(self.number, most);
+        (most.saturating_sub(held + desk.ready.len() + coming), next)
     }
 
     /// What no fetch takes in time is given back.
@@ -270,8 +327,8 @@ impl Inner {
         });
     }
 
-    /// Claims and sorts out what is not for this process.
-    async fn claim_now(self: &Arc<Self>, want: usize) -> Result<Vec<Item>> {
+    /// Claims events.
+    async fn ask(self: Arc<Self>, want: usize) -> Result<Claimed> {
         for _ in 0..20 {
             let registry = self.shared.registry();
             let known = self.group.known();
@@ -334,20 +391,19 @@ impl Inner {
                     continue;
                 }
             }
-            let (claimed, lost, failed) = (part().list()?, part().list()?, part().list()?);
+            let (events, lost, failed) = (part().list()?, part().list()?, part().list()?);
             let wait = part().text()?;
             let shared = &self.shared;
             shared
                 .claimed
-                .fetch_add(claimed.len() as u64, Ordering::Relaxed);
+                .fetch_add(events.len() as u64, Ordering::Relaxed);
             {
                 let mut desk = self.desk.lock();
+                desk.step = came.elapsed();
                 desk.undo.retain(|tag| !undo.contains(tag));
                 let wait = wait.parse().map_or(LOOK, Duration::from_millis).min(LOOK);
-                desk.look = match claimed.is_empty() {
-                    true => desk.look.min(Instant::now() + wait),
-                    false => Instant::now(),
-                };
+                // What comes meanwhile wakes the consumer.
+                desk.look = desk.look.min(Instant::now() + wait);
             }
             for member in lost {
                 let (group, event) = (&self.group.name, member.text()?);
@@ -357,16 +413,35 @@ impl Inner {
                 let (group, error) = (&self.group.name, error.text()?);
                 tracing::error!(target: "everbus::redis", %group, %error, "a stream cannot be read");
             }
-            if claimed.is_empty() && self.is_time_for_orphans() {
-                self.bury_orphans(&registry, &known.patterns, &handled, &tag)
-                    .await?;
-            }
-            return self.sort(claimed, &registry, &handled, &tag, came).await;
+            return Ok(Claimed {
+                events,
+                tag,
+                registry,
+                handled,
+                came,
+            });
         }
         Err(Error::new(
             Code::Busy,
             "the group is changed by others all the time",
         ))
+    }
+
+    /// Reads what was claimed, and sorts out what is not for this process.
+    async fn read(self: &Arc<Self>, claimed: Claimed) -> Result<Vec<Item>> {
+        let Claimed {
+            events,
+            tag,
+            registry,
+            handled,
+            came,
+        } = claimed;
+        if events.is_empty() && self.is_time_for_orphans() {
+            let patterns = self.group.known().patterns.clone();
+            self.bury_orphans(&registry, &patterns, &handled, &tag)
+                .await?;
+        }
+        self.sort(events, &registry, &handled, &tag, came).await
     }
 
     async fn sort(
@@ -554,9 +629,9 @@ impl Consumer for RedisConsumer {
                 let mut closing = pin!(shared.link.closing.notified());
                 closing.as_mut().enable();
                 shared.link.check_open()?;
-                let items = inner.take(max)?;
-                if !items.is_empty() {
-                    return Ok(items.into_iter().map(|item| inner.deliver(item)).collect());
+                let taken = inner.take(max)?;
+                if !taken.is_empty() {
+                    return Ok(taken);
                 }
                 let until = inner.claim(max);
                 let far = Instant::now() + Duration::from_secs(3600);

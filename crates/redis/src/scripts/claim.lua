@@ -319,9 +319,10 @@ wake()
 local soon = nil
 local function sooner(set)
   local first = redis.call('ZRANGE', set, 0, 0, 'WITHSCORES')[2]
-  if first and tonumber(first) > NOW and (not soon or tonumber(first) < soon) then soon = tonumber(first) end
+  -- One that is over by now was left out of this claim.
+  if first and (not soon or tonumber(first) < soon) then soon = math.max(tonumber(first), NOW) end
 end
 sooner(LEASE)
 for _, key in ipairs(may) do sooner(due_set(g, key)) end
-local wait = more and 0 or soon and soon - NOW or -1
+local wait = (more or not has_room()) and 0 or soon and soon - NOW or -1
 return { 'ok', out, lost, errors, int(wait) }

@@ -325,10 +325,18 @@ local function finish_key(g, member, okey)
   promote(g, okey)
 end
 
+-- Takes entries out of what the server holds for a group. A key that is no stream any more has none: what was
+-- handled is finished all the same. Returns the error if the server refuses.
+local function ack_entries(key, name, ids)
+  local acked = redis.pcall('XACK', key, name, unpack(ids))
+  if type(acked) == 'table' and not string.find(acked.err, 'WRONGTYPE', 1, true) then return acked.err end
+end
+
 -- The group is done with an event.
 local function finish(g, name, member, okey)
   local id, key = of(member)
-  redis.call('XACK', key, name, id)
+  local refused = ack_entries(key, name, { id })
+  if refused then error({ err = refused }) end
   redis.call('HDEL', P .. 'st:' .. g, member)
   redis.call('ZREM', P .. 'lease:' .. g, member)
   redis.call('ZREM', due_set(g, key), member)

@@ -13,37 +13,45 @@ local function settle_acks()
   for i, ack in ipairs(acks) do asked[i] = ack.member end
   local texts = redis.call('HMGET', P .. 'st:' .. g, unpack(asked))
   local ends = redis.call('ZMSCORE', P .. 'lease:' .. g, unpack(asked))
-  local members, ids, okeys = {}, {}, {}
+  local ids, okeys = {}, {}
   for i, ack in ipairs(acks) do
     local member = ack.member
     local kind, held, _, by, okey
     if texts[i] and not okeys[member] then kind, held, _, by, okey = read_state(texts[i]) end
     if kind == 'F' and held .. '|' .. by == ack.token and tonumber(ends[i] or '0') > NOW then
-      answers[ack.at] = 'ok'
-      members[#members + 1] = member
       okeys[member] = okey
       local id, key = of(member)
-      ids[key] = ids[key] or { {}, {} }
-      table.insert(ids[key][1], id)
-      table.insert(ids[key][2], member)
+      local of_key = ids[key]
+      if not of_key then
+        of_key = { {}, {}, {} }
+        ids[key] = of_key
+      end
+      local n = #of_key[1] + 1
+      of_key[1][n], of_key[2][n], of_key[3][n] = id, member, ack.at
     else
       answers[ack.at] = 'lost'
     end
   end
   acks = {}
-  if #members == 0 then return end
+  if not next(ids) then return end
   begin(g)
+  -- First the server's own record. Where it is refused, nothing of these acks is recorded.
+  local members = {}
+  for key, of_key in pairs(ids) do
+    local refused = ack_entries(key, name, of_key[1])
+    for _, at in ipairs(of_key[3]) do answers[at] = refused and 'failed ' .. refused or 'ok' end
+    if not refused then
+      redis.call('ZREM', due_set(g, key), unpack(of_key[2]))
+      for _, member in ipairs(of_key[2]) do members[#members + 1] = member end
+    end
+  end
+  if #members == 0 then return end
   redis.call('HDEL', P .. 'st:' .. g, unpack(members))
   redis.call('ZREM', P .. 'lease:' .. g, unpack(members))
   redis.call('HDEL', P .. 'fail:' .. g, unpack(members))
   redis.call('HDEL', P .. 'again:' .. g, unpack(members))
   for _, member in ipairs(members) do finish_key(g, member, okeys[member]) end
   redis.call('HSET', P .. 'active', g, int(NOW))
-  -- Last: a key that is no stream any more fails here, and what is unfinished must not look acknowledged.
-  for key, of_key in pairs(ids) do
-    redis.call('ZREM', due_set(g, key), unpack(of_key[2]))
-    redis.call('XACK', key, name, unpack(of_key[1]))
-  end
 end
 
 local function settle_one(i, g, name, member, token, verdict, delay, failure, reason, inbox, dlq, letter, notices, follow)

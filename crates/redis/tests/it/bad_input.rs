@@ -1,10 +1,13 @@
 //! What is wrong with a server or an event is said in words, with a hint.
 
-use everbus_core::{Code, Durability, Error, Event};
+use std::collections::HashSet;
+use std::time::Duration;
+
+use everbus_core::{Code, Durability, Error, Event, Settlement, Verdict};
 use everbus_redis::Options;
 use everbus_testkit::servers::{Flavour, Redis, RedisOptions};
 
-use crate::plain::{Plain, group, publish};
+use crate::plain::{Plain, group, options, publish};
 use crate::server;
 
 async fn refused(url: &str, options: Options) -> Error {
@@ -177,6 +180,54 @@ async fn a_key_of_another_type_is_named() {
     let refused = engine.broker.declare(group("g", &["order.placed"])).await;
     assert!(refused.unwrap_err().message().contains("order:placed"));
     assert!(engine.broker.inspect().await.unwrap().is_empty());
+}
+
+// conformance: contract/redis-wrong-type-verdicts: verdicts are applied whole, also of events whose stream has become a key of another type
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn verdicts_are_whole_when_a_stream_becomes_another_key() {
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let plain = Plain::connect(&url).await;
+    let engine = everbus_redis::open(&url, Options::default()).await.unwrap();
+    let wanted = ["order.placed", "user.created"];
+    engine.broker.declare(group("g", &wanted)).await.unwrap();
+    for event_type in wanted {
+        publish(&engine, event_type).await;
+        publish(&engine, event_type).await;
+    }
+    let long = options().lease(Duration::from_secs(60));
+    let consumer = engine.broker.consume("g".parse().unwrap(), long);
+    let mut consumer = consumer.await.unwrap();
+    let mut deliveries = Vec::new();
+    while deliveries.len() < 4 {
+        deliveries.extend(consumer.fetch(4).await.unwrap());
+    }
+    plain
+        .ask(&["RENAME", "order:placed", "order:elsewhere"])
+        .await
+        .unwrap();
+    plain.ask(&["SET", "order:placed", "x"]).await.unwrap();
+    // Of each stream one event is acked, and one given up.
+    let mut seen = HashSet::new();
+    let settlements = deliveries.into_iter().map(|delivery| {
+        let first = seen.insert(delivery.record.event.event_type().to_owned());
+        let verdict = match first {
+            true => Verdict::Ack,
+            false => Verdict::Dead { failure: None },
+        };
+        Settlement::new(delivery.lease, verdict)
+    });
+    let answers = engine.broker.settle(settlements.collect()).await.unwrap();
+    assert!(answers.iter().all(Result::is_ok), "{answers:?}");
+    // Nothing is left of them, and the letters are there once.
+    assert_eq!(plain.number(&["EXISTS", "everbus:st:g"]).await, 0);
+    assert_eq!(plain.number(&["EXISTS", "everbus:lease:g"]).await, 0);
+    assert_eq!(plain.number(&["XLEN", "dlq:order:placed"]).await, 1);
+    assert_eq!(plain.number(&["XLEN", "dlq:user:created"]).await, 1);
+    let pending = plain.ask(&["XPENDING", "user:created", "g"]).await.unwrap();
+    assert!(format!("{pending:?}").contains("int(0)"), "{pending:?}");
 }
 
 // conformance: contract/redis-too-large: an event over the server's limit is refused before it is sent
