@@ -1,5 +1,5 @@
 //! One consumer of a group. It claims what a fetch asks for, so a dropped future holds at most that, and the
-//! next fetch returns it.
+//! next fetch returns it. After a large fetch it claims as much again ahead.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,8 +14,35 @@ use crate::Postgres;
 use crate::claim::{Asking, Looked};
 use crate::settle::give_back;
 
+/// After a fetch of so many events the next look begins at once, beside the work of the caller.
+const MANY: usize = 128;
 /// How soon to look again while a writer that has not ended holds events back.
 const HELD_BACK: Duration = Duration::from_millis(5);
+
+/// What the looks before say about the next one. A look that finds events is quicker if it expects them, and one that
+/// finds none writes to the server then.
+#[derive(Default)]
+struct Outlook {
+    /// The consumer was woken since the last look.
+    woken: bool,
+    /// The last look after a wake-up found events.
+    wakes_pay: bool,
+    /// The last look left events behind.
+    more: bool,
+}
+
+impl Outlook {
+    fn is_eager(&self) -> bool {
+        self.more || self.woken && self.wakes_pay
+    }
+
+    fn looked(&mut self, looked: &Looked) {
+        if std::mem::take(&mut self.woken) {
+            self.wakes_pay = !looked.deliveries.is_empty();
+        }
+        self.more = looked.more;
+    }
+}
 
 pub(crate) struct PgConsumer {
     engine: Arc<Postgres>,
@@ -24,6 +51,8 @@ pub(crate) struct PgConsumer {
     mailbox: VecDeque<(Delivery, i64)>,
     /// A look under way. It goes on when the fetch that began it is dropped.
     running: Option<JoinHandle<Result<Looked>>>,
+    /// How the next look is made.
+    outlook: Outlook,
     closed: bool,
 }
 
@@ -45,6 +74,7 @@ impl PgConsumer {
             },
             mailbox: VecDeque::new(),
             running: None,
+            outlook: Outlook::default(),
             closed: false,
         }
     }
@@ -79,17 +109,23 @@ impl PgConsumer {
             .collect())
     }
 
+    /// Begins a look, unless one is under way.
+    fn begin_look(&mut self, max: usize) -> &mut JoinHandle<Result<Looked>> {
+        let (engine, asking) = (&self.engine, &self.asking);
+        let eager = self.outlook.is_eager();
+        self.running.get_or_insert_with(|| {
+            let (engine, asking) = (engine.clone(), asking.clone());
+            tokio::spawn(async move { engine.look(&asking, max, eager).await })
+        })
+    }
+
     /// Looks once. What it finds is in the mailbox then.
     async fn look(&mut self, max: usize) -> Result<Option<Looked>> {
-        let (engine, asking) = (&self.engine, &self.asking);
-        let running = self.running.get_or_insert_with(|| {
-            let (engine, asking) = (engine.clone(), asking.clone());
-            tokio::spawn(async move { engine.look(&asking, max).await })
-        });
-        let looked = running.await;
+        let looked = self.begin_look(max).await;
         self.running = None;
         let mut looked = looked
             .map_err(|e| Error::new(Code::Internal, "looking for events failed").caused_by(e))??;
+        self.outlook.looked(&looked);
         let deliveries = std::mem::take(&mut looked.deliveries);
         if deliveries.is_empty() {
             return Ok(Some(looked));
@@ -148,11 +184,19 @@ impl Consumer for PgConsumer {
                 self.engine.check_open()?;
                 let batch = self.take_from_mailbox(max).await?;
                 if !batch.is_empty() {
+                    if batch.len() >= MANY && self.outlook.more {
+                        self.begin_look(max);
+                    }
                     return Ok(batch);
                 }
+                // Of what happened since an earlier look began this fetch heard nothing.
+                let began_earlier = self.running.is_some();
                 let Some(looked) = self.look(max).await? else {
                     continue;
                 };
+                if began_earlier {
+                    continue;
+                }
                 let mut wait = self.engine.options.poll * 2;
                 if let Some(next) = looked.next {
                     let now = self.engine.now();
@@ -162,7 +206,7 @@ impl Consumer for PgConsumer {
                 if looked.held_back {
                     wait = wait.min(HELD_BACK);
                 }
-                let _ = tokio::time::timeout(wait, woken).await;
+                self.outlook.woken = tokio::time::timeout(wait, woken).await.is_ok();
             }
         })
     }

@@ -76,12 +76,18 @@ impl Horizon {
     }
 
     /// Remembers an answer of the function, whose columns begin at `first`.
-    pub(crate) fn learn(&self, row: &Row, first: usize) -> Result<End> {
+    fn learn(&self, row: &Row, first: usize) -> Result<End> {
         let end = End {
             decided: get_seq(row, first)?,
             newest: get_seq(row, first + 1)?,
         };
-        let server: String = get(row, first + 4)?;
+        let holders = get::<Option<Vec<String>>>(row, first + 3)?.unwrap_or_default();
+        self.note(end, get_seq(row, first + 2)?, holders, get(row, first + 4)?);
+        Ok(end)
+    }
+
+    /// Remembers an answer.
+    pub(crate) fn note(&self, end: End, pending: u64, holders: Vec<String>, server: String) {
         let mut now = self.seen.lock();
         if server != now.server && !now.server.is_empty() {
             self.types.forget();
@@ -89,11 +95,10 @@ impl Horizon {
         if end.decided >= now.decided || server != now.server {
             *now = Seen {
                 decided: end.decided,
-                pending: get_seq(row, first + 2)?,
-                holders: get::<Option<Vec<String>>>(row, first + 3)?.unwrap_or_default(),
+                pending,
+                holders,
                 server,
             };
         }
-        Ok(end)
     }
 }

@@ -1,7 +1,7 @@
 //! The session of an engine: a connection of its own, for what belongs to a connection.
 //!
-//! It listens for notifications, sends those of this engine, and holds the advisory lock that makes the
-//! engine an owner: the server frees the lock when the process dies, however it dies. If the connection is
+//! It listens for notifications, sends those of this engine if another engine listens, and holds the advisory lock
+//! that makes the engine an owner: the server frees the lock when the process dies, however it dies. If the connection is
 //! lost, it is opened again and the lock taken again; others wait a moment before they take the owner for
 //! dead. Through a pooler in transaction mode there is no session unless a direct URL is given: then
 //! everything is found by polling, and only the end of a lease tells of a dead engine.
@@ -225,6 +225,15 @@ fn wake(channel: &str) -> String {
     format!("SET LOCAL synchronous_commit = off; NOTIFY {channel}")
 }
 
+/// A lock that every session holds in shared mode: who holds it listens.
+const LISTENING: &str = "SELECT pg_advisory_lock_shared(everbus.owner_key(0))";
+
+/// Whether other sessions listen.
+const OTHERS: &str = "SELECT count(*) > 1 FROM pg_catalog.pg_locks l
+  WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted AND l.objid::bigint = 0
+    AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database())
+    AND l.classid = (SELECT c.relnamespace FROM pg_catalog.pg_class c WHERE c.oid = 'everbus.log'::regclass)";
+
 /// Connects, listens, and takes the lock of the owner again. `false`: the lock is still held by the session
 /// before, so it is tried again while this one listens.
 async fn begin(
@@ -239,6 +248,9 @@ async fn begin(
     let (conn, notifications) = connect(&target, engine.options.patience).await?;
     conn.batch("listening", &format!("LISTEN {}", engine.channel()))
         .await?;
+    conn.query("listening", LISTENING, &[]).await?;
+    // From now on the others notify this session.
+    conn.batch("listening", &wake(&engine.channel())).await?;
     // This may be another server: what was known of the one before is forgotten, by publishers too.
     engine.horizon.ask(&conn).await?;
     let known = owner.load(Ordering::Acquire);
@@ -282,6 +294,10 @@ async fn serve(
         .await?;
     let own: i32 = get(&own, 0)?;
     let wake = wake(&channel);
+    // A notification costs the server a transaction, and it is only a hint: an engine that is alone sends none.
+    let mut others_listen = true;
+    let mut poll = tokio::time::interval(poll.max(Duration::from_millis(1)));
+    poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut again = tokio::time::interval(LONGEST_PAUSE);
     loop {
         tokio::select! {
@@ -291,7 +307,7 @@ async fn serve(
                 registered = register(&strong, conn, known).await?;
             }
             () = bell.session.notified() => {
-                if bell.pending.swap(false, Ordering::AcqRel) {
+                if bell.pending.swap(false, Ordering::AcqRel) && others_listen {
                     conn.batch("waking others", &wake).await?;
                 }
             }
@@ -305,6 +321,7 @@ async fn serve(
                     others |= from != own;
                 }
                 if others {
+                    others_listen = true;
                     bell.here.notify_waiters();
                 }
             }
@@ -328,12 +345,13 @@ async fn serve(
                     }
                 }
             }
-            () = tokio::time::sleep(poll) => {
+            _ = poll.tick() => {
                 if engine.strong_count() == 0 {
                     return Ok(());
                 }
                 // A dead connection is noticed, and waiting consumers look again.
-                conn.query("keeping the session", "SELECT 1", &[]).await?;
+                let row = conn.one("keeping the session", OTHERS, &[]).await?;
+                others_listen = get(&row, 0)?;
                 bell.here.notify_waiters();
             }
         }

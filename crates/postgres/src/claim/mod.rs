@@ -45,11 +45,13 @@ pub(crate) struct Looked {
     pub(crate) next: Option<i64>,
     /// A writer that has not ended holds events back: look again soon.
     pub(crate) held_back: bool,
+    /// There were as many events as there was room for, so there are probably more.
+    pub(crate) more: bool,
 }
 
 impl Postgres {
-    /// Hands out up to `max` events, if there are any for this consumer.
-    pub(crate) async fn look(&self, asking: &Asking, max: usize) -> Result<Looked> {
+    /// Hands out up to `max` events, if there are any for this consumer. `eager`: there probably are.
+    pub(crate) async fn look(&self, asking: &Asking, max: usize, eager: bool) -> Result<Looked> {
         self.check_open()?;
         // What a consumer here gives back must not be taken for a lease that ended.
         self.returning.done().await;
@@ -78,7 +80,9 @@ impl Postgres {
         }
         let began = Instant::now();
         let isolating = self.seats.isolating().is_some();
-        if !isolating && let Some(looked) = self.claim_quickly(asking, &patterns, room).await? {
+        if !isolating
+            && let Some(looked) = self.claim_quickly(asking, &patterns, room, eager).await?
+        {
             self.seats.looked(asking.seat, began.elapsed());
             return Ok(looked);
         }
@@ -132,6 +136,7 @@ impl Postgres {
             until,
             next: None,
             held_back,
+            more: deliveries.len() >= room,
             deliveries,
         };
         if looked.deliveries.is_empty() {

@@ -6,24 +6,53 @@ use super::fresh::{MOST_BYTES, MOST_PIECES};
 use super::{Asking, LAZY, Looked, lease, new_token};
 use crate::Postgres;
 use crate::groups;
+use crate::horizon::{End, Horizon};
 use crate::pool::{Params, Role};
-use crate::rows::{AFTER_RECORD, get, to_sql};
+use crate::rows::{AFTER_RECORD, get, seq_from, to_sql};
 
 /// What the function has done, in its words.
 mod status {
-    pub(super) const NOTHING: i16 = 0;
-    pub(super) const CLAIMED: i16 = 1;
-    pub(super) const REMOVED: i16 = 3;
+    pub(super) const NOTHING: &str = "0";
+    pub(super) const CLAIMED: &str = "1";
+    pub(super) const REMOVED: &str = "3";
+}
+
+/// The column `o_head` of the function: one column, because each one costs time for every event.
+struct Head<'a>(Vec<Option<&'a str>>);
+
+impl Head<'_> {
+    fn text(&self, index: usize) -> Option<&str> {
+        self.0.get(index).copied().flatten()
+    }
+
+    fn number(&self, index: usize) -> Option<i64> {
+        self.text(index)?.parse().ok()
+    }
+
+    /// Remembers the answer of the horizon, if it was asked.
+    fn learn(&self, horizon: &Horizon) -> Option<End> {
+        let (decided, newest) = (self.number(2)?, self.number(3)?);
+        let end = End {
+            decided: seq_from(decided),
+            newest: seq_from(newest),
+        };
+        let holders = self.0.iter().skip(6).flatten();
+        let holders = holders.map(|holder| (*holder).to_owned()).collect();
+        let (pending, server) = (seq_from(self.number(4)?), self.text(5)?.to_owned());
+        horizon.note(end, pending, holders, server);
+        Some(end)
+    }
 }
 
 impl Postgres {
     /// Claims up to `room` new events. `None`: the group needs more than that, such as a retry that is due.
-    /// Nothing was done then.
+    /// Nothing was done then. `eager`: there are probably events.
     pub(super) async fn claim_quickly(
         &self,
         asking: &Asking,
         patterns: &[Pattern],
         room: usize,
+        eager: bool,
     ) -> Result<Option<Looked>> {
         let now = self.now();
         let conn = self.pool.get_for(Role::Claim).await?;
@@ -60,9 +89,10 @@ impl Postgres {
             &pending,
             &holders,
             &server,
+            &eager,
         ];
         let sql = "SELECT * FROM everbus.claim_new($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14,
-                     $15, $16, $17)";
+                     $15, $16, $17, $18)";
         let rows = match conn.query_planned("claiming", sql, values).await {
             Ok(rows) => rows,
             // Another transaction was in the way.
@@ -75,21 +105,20 @@ impl Postgres {
                 return Err(error);
             }
         };
-        let Some((head, rows)) = rows.split_first() else {
+        let Some((head, rows)) = rows.split_last() else {
             return Ok(None);
         };
-        let status: i16 = get(head, AFTER_RECORD)?;
+        let head = Head(get(head, AFTER_RECORD)?);
+        let status = head.text(0).unwrap_or_default();
         if status == status::REMOVED {
             return Err(groups::removed());
         }
-        let end = match get::<Option<i64>>(head, AFTER_RECORD + 2)? {
-            Some(_) => Some(self.horizon.learn(head, AFTER_RECORD + 2)?),
-            None => None,
-        };
+        let end = head.learn(&self.horizon);
         let mut looked = Looked {
             until,
-            next: get(head, AFTER_RECORD + 1)?,
+            next: head.number(1),
             held_back: end.is_some_and(|end| end.newest > end.decided),
+            more: rows.len() >= room,
             deliveries: Vec::with_capacity(rows.len()),
         };
         match status {

@@ -19,3 +19,4 @@ mod outbox;
 mod pooler;
 mod store;
 mod support;
+mod wake;

@@ -1,0 +1,49 @@
+//! Engines that wake each other.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use everbus_core::{ConsumeOptions, GroupName, Pattern, SystemClock};
+use everbus_postgres::Options;
+
+use crate::support::{event, fresh_schema, group, options};
+
+// conformance: engines/postgres-wake: an engine that was alone, and so notified none, wakes the consumers of an engine that came later
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_engine_that_was_alone_wakes_one_that_came_later() {
+    let Some(url) = fresh_schema() else { return };
+    // Polling would find the events too.
+    let never = || Options {
+        poll: Duration::from_secs(3600),
+        ..options(Arc::new(SystemClock))
+    };
+    let first = everbus_postgres::open(&url, never()).await.unwrap();
+    first.broker.declare(group("g")).await.unwrap();
+    // Its session has begun then, and sees that no other engine listens.
+    let lease = Duration::from_secs(3600);
+    let wanted = || ConsumeOptions::new(vec![Pattern::new("*").unwrap()]).lease(lease);
+    let name = || GroupName::new("g").unwrap();
+    drop(first.broker.consume(name(), wanted()).await.unwrap());
+    first.broker.append(vec![event(0)]).await.unwrap();
+    let second = everbus_postgres::open(&url, never()).await.unwrap();
+    let mut consumer = second.broker.consume(name(), wanted()).await.unwrap();
+    assert_eq!(consumer.fetch(10).await.unwrap().len(), 1);
+    // It waits before anything is published. Again and again: the news of the second engine needs a moment.
+    let fetch = consumer.fetch(10);
+    let mut publishing = tokio::time::interval(Duration::from_millis(200));
+    publishing.tick().await;
+    let woken = async {
+        let mut fetch = std::pin::pin!(fetch);
+        loop {
+            tokio::select! {
+                batch = &mut fetch => return batch.unwrap(),
+                _ = publishing.tick() => drop(first.broker.append(vec![event(1)]).await.unwrap()),
+            }
+        }
+    };
+    let woken = tokio::time::timeout(Duration::from_secs(60), woken).await;
+    assert!(woken.is_ok(), "the consumer was not woken");
+    second.broker.close().await.unwrap();
+    first.broker.close().await.unwrap();
+}
