@@ -303,7 +303,8 @@ async fn groups_of(db: &impl Sql, owner: i64) -> Result<Vec<i64>> {
 async fn in_flight_of(db: &impl Sql, owner: i64) -> Result<u64> {
     let sql = "SELECT (SELECT count(*) FROM everbus.deliveries WHERE state = 1 AND owner = $1)
                + (SELECT count(*) FROM everbus.claims c
-                  JOIN everbus.log l ON l.seq BETWEEN c.lo AND c.hi AND NOT c.done @> l.seq
+                  CROSS JOIN LATERAL (SELECT l.seq FROM everbus.log l
+                    WHERE l.seq BETWEEN c.lo AND c.hi AND NOT c.done @> l.seq ORDER BY l.seq) l
                   WHERE c.owner = $1)";
     let row = db
         .one("counting what an owner holds", sql, &[&owner])

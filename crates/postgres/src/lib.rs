@@ -9,7 +9,7 @@
 //! | a retry, a released or redelivered event | a row of `deliveries` |
 //! | a lease | the number of the group and a random token, compared in the transaction that settles |
 //! | an owner | an advisory lock on a session of its own; when the process dies, the server frees it |
-//! | a wake-up | `NOTIFY`, as a hint; the log is also polled |
+//! | a wake-up | `NOTIFY`, as a hint, if another engine listens; the log is also polled |
 //! | a batch | one transaction with arrays (`unnest`); calls that wait at the same time share it |
 //!
 //! Times come from the clock of the engine and are stored as microseconds. Through a pooler in transaction

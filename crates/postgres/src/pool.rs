@@ -165,9 +165,9 @@ const CLEAN: &str = "CLOSE ALL; SET SESSION AUTHORIZATION DEFAULT; RESET ALL; UN
     SELECT pg_catalog.pg_advisory_unlock_all(); DISCARD TEMP; DISCARD SEQUENCES;";
 
 /// Settings of every session that is not a pooler's. A plan that was made while a table was small would be kept
-/// when it is large. Statements outside of transactions must see what was committed before them, whatever the
-/// default of the database is.
-const SETTINGS: &str = "SET plan_cache_mode = force_custom_plan;
+/// when it is large. Compiling a statement takes longer than running any of ours. Statements outside of
+/// transactions must see what was committed before them, whatever the default of the database is.
+const SETTINGS: &str = "SET plan_cache_mode = force_custom_plan; SET jit = off;
     SET default_transaction_isolation = 'read committed'";
 
 /// How the server plans the statements of a session.

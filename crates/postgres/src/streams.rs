@@ -27,8 +27,9 @@ const OWED: &str = "
       WHERE d.group_id = $1 AND d.type = ANY ($2)
     UNION ALL
     SELECT l.seq, false FROM everbus.claims c
-      JOIN everbus.log l ON l.seq BETWEEN c.lo AND c.hi AND NOT c.done @> l.seq
-      WHERE c.group_id = $1 AND l.type = ANY ($2)
+      CROSS JOIN LATERAL (SELECT l.seq FROM everbus.log l
+        WHERE l.seq BETWEEN c.lo AND c.hi AND NOT c.done @> l.seq AND l.type = ANY ($2) ORDER BY l.seq) l
+      WHERE c.group_id = $1
     UNION ALL
     SELECT l.seq, true FROM everbus.log l
       WHERE l.seq > $4 AND l.type = ANY ($3) AND CASE WHEN l.address IS NULL THEN true ELSE l.address = $5 OR $6 END

@@ -291,3 +291,39 @@ async fn a_dropped_pause_gives_its_claims_back() {
     assert_eq!(fetched[0].attempt, 1, "{fetched:?}");
     engine.broker.close().await.unwrap();
 }
+
+// conformance: engines/postgres-undone-claim: after a crash of the server undid a claim, its events are handed out again, and a settlement with the lease of before is refused
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_undone_claim_cannot_be_settled() {
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
+    let url = server.fresh_database();
+    let engine = everbus_postgres::open(&url, options(Arc::new(SystemClock)));
+    let engine = engine.await.unwrap();
+    engine.broker.declare(group("g")).await.unwrap();
+    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
+    let mut consumer = engine
+        .broker
+        .consume(GroupName::new("g").unwrap(), wanted)
+        .await
+        .unwrap();
+    engine.broker.append(vec![event(1)]).await.unwrap();
+    let before = consumer.fetch(10).await.unwrap().remove(0);
+    // What a crash takes back: the claim and the cursor, whose commit did not wait for the disk.
+    server.sql_at(
+        &url,
+        "BEGIN; DELETE FROM everbus.claims; UPDATE everbus.groups SET cursor = 0; COMMIT",
+    );
+    let after = consumer.fetch(10).await.unwrap().remove(0);
+    assert_eq!(after.record.position, before.record.position);
+    let settle = async |delivery: &Delivery| {
+        let ack = Settlement::new(delivery.lease.clone(), Verdict::Ack);
+        engine.broker.settle(vec![ack]).await.unwrap().remove(0)
+    };
+    let refused = settle(&before).await.unwrap_err();
+    assert_eq!(refused.code(), Code::LeaseLost, "{refused:?}");
+    settle(&after).await.unwrap();
+    engine.broker.close().await.unwrap();
+}

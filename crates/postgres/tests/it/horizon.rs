@@ -466,3 +466,27 @@ fn new_seed() -> u64 {
 fn options() -> ConsumeOptions {
     ConsumeOptions::new(vec![Pattern::new("*").unwrap()]).prefetch(100)
 }
+
+// conformance: engines/postgres-claim-durability: a claim does not wait for the disk, and what follows on its connection does
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_the_claim_itself_does_not_wait_for_the_disk() {
+    let Some(url) = fresh_schema() else { return };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g")).await.unwrap();
+    let (client, schema) = plain(&url).await;
+    for (token, eager) in [(1i64, false), (2, true)] {
+        engine.broker.append(vec![event(1)]).await.unwrap();
+        let claim = format!(
+            "SELECT o_head[1], current_setting('synchronous_commit') FROM {schema}.claim_new(
+               (SELECT id FROM {schema}.groups), 0, 1, {token}, 1, '{{*}}', ARRAY (SELECT id FROM {schema}.types), '{{}}',
+               false, 10, 1000, 1000, 64, 0, 0, '{{}}', '', {eager}) WHERE o_head IS NOT NULL"
+        );
+        let row = client.query_one(&claim, &[]).await.unwrap();
+        assert_eq!(row.get::<_, &str>(0), "1", "it is claimed");
+        assert_eq!(row.get::<_, &str>(1), "off");
+        let after = client.query_one("SHOW synchronous_commit", &[]).await;
+        assert_eq!(after.unwrap().get::<_, &str>(0), "on");
+    }
+    engine.broker.close().await.unwrap();
+}

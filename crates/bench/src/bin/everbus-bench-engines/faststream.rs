@@ -49,6 +49,7 @@ pub(crate) async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
             ours: own.round(),
             raw: theirs.round(),
             medians: None,
+            spread: None,
             ratio: round(own / theirs),
             target: "≥ 5 × FastStream",
             met: own >= LEAST * theirs,

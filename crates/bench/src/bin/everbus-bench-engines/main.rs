@@ -111,6 +111,10 @@ struct Line {
     /// Of `latency`: the medians of Everbus and of the raw client, in microseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     medians: Option<[f64; 2]>,
+    /// Of `latency`: the lowest and the highest of the rounds, of Everbus and of the raw client. Two rounds of the same
+    /// client differ by this much: a smaller difference between the two says nothing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    spread: Option<[[f64; 2]; 2]>,
     /// `ours / raw`; for `latency` it is the difference in microseconds.
     ratio: f64,
     target: &'static str,
@@ -252,6 +256,7 @@ fn compare(
                 ours: ours.round(),
                 raw: raw.round(),
                 medians: None,
+                spread: None,
                 ratio: round(ours / raw),
                 target: if least > 0.8 {
                     "≥ 0.85 × raw"
@@ -267,6 +272,16 @@ fn compare(
         median(of_rounds.collect()).round()
     };
     let medians = [latency(ours, 0.5), latency(raw, 0.5)];
+    let spread = |rounds: &[Round]| {
+        let of_rounds = rounds
+            .iter()
+            .map(|r| percentile(&r.latencies, 0.99).round());
+        let (low, high) = (f64::INFINITY, f64::NEG_INFINITY);
+        of_rounds.fold([low, high], |[low, high], p99| {
+            [low.min(p99), high.max(p99)]
+        })
+    };
+    let spread = [spread(ours), spread(raw)];
     let (ours, raw) = (latency(ours, 0.99), latency(raw, 0.99));
     lines.push(Line {
         engine,
@@ -275,6 +290,7 @@ fn compare(
         ours,
         raw,
         medians: Some(medians),
+        spread: Some(spread),
         ratio: round(ours - raw),
         target: "p99 ≤ raw + 200 µs",
         met: ours <= raw + 200.0,
@@ -343,6 +359,17 @@ fn print_rows(lines: &[Line]) {
         );
         if let Some([ours, raw]) = line.medians {
             let _ = writeln!(out, "{:9} {:11} {:>6} {ours:>9} {raw:>9}", "", "p50", "");
+        }
+        if let Some([[ours_low, ours_high], [raw_low, raw_high]]) = line.spread {
+            let (ours, raw) = (
+                format!("{ours_low}–{ours_high}"),
+                format!("{raw_low}–{raw_high}"),
+            );
+            let _ = writeln!(
+                out,
+                "{:9} {:11} {:>6} {ours:>9} {raw:>9}",
+                "", "p99, rounds", ""
+            );
         }
     }
 }
