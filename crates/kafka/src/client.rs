@@ -404,8 +404,7 @@ impl Link {
             )
             .set("queued.min.messages", "5000")
             .set("queued.max.messages.kbytes", "32768")
-            // A partition that is resumed waits for the fetch under way.
-            .set("fetch.wait.max.ms", "100");
+            .set("fetch.wait.max.ms", "500");
         config
     }
 

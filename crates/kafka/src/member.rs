@@ -32,8 +32,6 @@ use crate::wire;
 
 /// How long a poll waits: as long the thread does not see that its subscription changed.
 const POLL: Duration = Duration::from_millis(50);
-/// How long it waits while a partition is paused, which may have room again at any time.
-const POLL_PAUSED: Duration = Duration::from_millis(5);
 /// The most records that are sorted in one turn.
 const TURN: usize = 500;
 /// The same error is reported again after this long.
@@ -357,11 +355,7 @@ impl Member {
                 return;
             }
             self.hold_back(consumer);
-            let wait = match self.paused.lock().is_empty() {
-                true => POLL,
-                false => POLL_PAUSED,
-            };
-            self.take(consumer, wait);
+            self.take(consumer, POLL);
         }
     }
 

@@ -129,8 +129,9 @@ impl Shared {
                         Change::Finished { dead }
                     }
                 };
+                let step = member.step();
                 let mut board = member.board.lock();
-                let version = board.settle(id, token, change, Instant::now());
+                let version = board.settle(id, token, change, Instant::now(), step);
                 (id.0, version.ok_or_else(lost)?)
             }
         };

@@ -58,6 +58,7 @@ impl Board {
         token: u64,
         change: Change,
         now: Instant,
+        step: Duration,
     ) -> Option<u64> {
         let row = self.row_mut(id)?;
         let State::Held {
@@ -72,7 +73,7 @@ impl Board {
             return None;
         }
         if let Some(seat) = self.seats.get_mut(&seat) {
-            seat.settled += 1;
+            seat.window.settled(1, now, step);
         }
         match change {
             Change::Finished { dead } => {
