@@ -14,17 +14,17 @@ use crate::support::{event, fresh_schema, group, options};
 async fn an_engine_that_was_alone_wakes_one_that_came_later() {
     // The first engine counts the listeners again before each publish, or never.
     for poll in [Duration::from_millis(20), Duration::from_secs(3600)] {
-        wake_one_that_came_later(poll).await;
+        let Some(url) = fresh_schema() else { return };
+        wake_one_that_came_later(&url, poll).await;
     }
 }
 
-async fn wake_one_that_came_later(poll: Duration) {
-    let Some(url) = fresh_schema() else { return };
+async fn wake_one_that_came_later(url: &str, poll: Duration) {
     let polling = |poll| Options {
         poll,
         ..options(Arc::new(SystemClock))
     };
-    let first = everbus_postgres::open(&url, polling(poll)).await.unwrap();
+    let first = everbus_postgres::open(url, polling(poll)).await.unwrap();
     first.broker.declare(group("g")).await.unwrap();
     // Its session has begun then, and sees that no other engine listens.
     let lease = Duration::from_secs(3600);
@@ -34,7 +34,7 @@ async fn wake_one_that_came_later(poll: Duration) {
     first.broker.append(vec![event(0)]).await.unwrap();
     // Polling would find the events too.
     let never = polling(Duration::from_secs(3600));
-    let second = everbus_postgres::open(&url, never).await.unwrap();
+    let second = everbus_postgres::open(url, never).await.unwrap();
     let mut consumer = second.broker.consume(name(), wanted()).await.unwrap();
     assert_eq!(consumer.fetch(10).await.unwrap().len(), 1);
     // It waits before anything is published. Again and again: the news of the second engine needs a moment.
