@@ -13,11 +13,6 @@
 
 use std::process::ExitCode;
 
-/// Events are allocated by publishers and freed by the writer and by handlers. The allocator of the system takes a lock
-/// for each of these.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
-
 fn main() -> ExitCode {
     everbus_cli::main()
 }

@@ -87,15 +87,21 @@ impl Browser {
     }
 
     async fn call(&self, method: &str, path: &str, body: &Value) -> Value {
+        let value = self.ask(method, path, body).await;
+        assert!(value["error"].is_null(), "{path}: {value}");
+        value
+    }
+
+    /// The answer of the driver, which may be an error.
+    async fn ask(&self, method: &str, path: &str, body: &Value) -> Value {
         let body = if method == "GET" {
             String::new()
         } else {
             body.to_string()
         };
         let reply = Reply::ask(self.address, method, path, &body).await;
-        let answer: Value = serde_json::from_str(&reply.body).unwrap();
-        assert!(answer["value"]["error"].is_null(), "{path}: {answer}");
-        answer["value"].clone()
+        let mut answer: Value = serde_json::from_str(&reply.body).unwrap();
+        answer["value"].take()
     }
 
     async fn post(&self, path: &str, body: Value) -> Value {
@@ -151,10 +157,18 @@ impl Browser {
         found[ELEMENT].as_str().unwrap().to_owned()
     }
 
+    /// Clicks on an element. A live page may replace the element after it was found: then it is found again.
     pub(crate) async fn click(&self, selector: &str) {
-        let element = self.find(selector).await;
-        self.post(&format!("element/{element}/click"), json!({}))
-            .await;
+        let begun = tokio::time::Instant::now();
+        loop {
+            let element = self.find(selector).await;
+            let path = format!("/session/{}/element/{element}/click", self.session);
+            let value = self.ask("POST", &path, &json!({})).await;
+            if value["error"] != "stale element reference" || begun.elapsed() > PATIENCE {
+                assert!(value["error"].is_null(), "{selector}: {value}");
+                return;
+            }
+        }
     }
 
     /// Types into an element, as a person would.
