@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use everbus::{Bus, BusOptions};
 use everbus_core::{
-    Class, Code, ConsumeOptions, Delivery, Engine, Event, GroupName, Pattern, Result, Settlement,
-    SystemClock, Verdict,
+    Class, Code, ConsumeOptions, Consumer, Delivery, Engine, Event, GroupName, Pattern, Result,
+    Settlement, SystemClock, Verdict,
 };
 use everbus_postgres::Options;
 use everbus_testkit::faults::{Place, Plan, Subject, campaign, late_ack};
@@ -16,6 +16,14 @@ use crate::support::{event, group, options};
 
 async fn open(place: Place) -> Result<Engine> {
     everbus_postgres::open(&place.url, Options::default()).await
+}
+
+/// Declares the group `g` and returns a consumer of it that takes every event.
+async fn consumer_of(engine: &Engine) -> Box<dyn Consumer> {
+    engine.broker.declare(group("g")).await.unwrap();
+    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
+    let name = GroupName::new("g").unwrap();
+    engine.broker.consume(name, wanted).await.unwrap()
 }
 
 const SUBJECT: Subject = Subject {
@@ -156,13 +164,7 @@ async fn a_server_that_is_away_is_waited_for() {
         ..options(Arc::new(SystemClock))
     };
     let engine = everbus_postgres::open(&url, brief).await.unwrap();
-    engine.broker.declare(group("g")).await.unwrap();
-    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
-    let mut consumer = engine
-        .broker
-        .consume(GroupName::new("g").unwrap(), wanted)
-        .await
-        .unwrap();
+    let mut consumer = consumer_of(&engine).await;
     engine.broker.append(vec![event(1)]).await.unwrap();
     let first = consumer.fetch(10).await.unwrap();
     // A claim is on the disk with the next commit that waits for it.
@@ -214,13 +216,7 @@ async fn a_failover_is_waited_out() {
     let url = server.fresh_database().replace(&one, &both);
     let engine = everbus_postgres::open(&url, options(Arc::new(SystemClock)));
     let engine = engine.await.unwrap();
-    engine.broker.declare(group("g")).await.unwrap();
-    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
-    let mut consumer = engine
-        .broker
-        .consume(GroupName::new("g").unwrap(), wanted)
-        .await
-        .unwrap();
+    let mut consumer = consumer_of(&engine).await;
     engine.broker.append(vec![event(1)]).await.unwrap();
     let next = server.fail_over(port);
     let appended = engine.broker.append(vec![event(2)]).await.unwrap();
@@ -302,13 +298,7 @@ async fn an_undone_claim_cannot_be_settled() {
     let url = server.fresh_database();
     let engine = everbus_postgres::open(&url, options(Arc::new(SystemClock)));
     let engine = engine.await.unwrap();
-    engine.broker.declare(group("g")).await.unwrap();
-    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
-    let mut consumer = engine
-        .broker
-        .consume(GroupName::new("g").unwrap(), wanted)
-        .await
-        .unwrap();
+    let mut consumer = consumer_of(&engine).await;
     engine.broker.append(vec![event(1)]).await.unwrap();
     let before = consumer.fetch(10).await.unwrap().remove(0);
     // What a crash takes back: the claim and the cursor, whose commit did not wait for the disk.
