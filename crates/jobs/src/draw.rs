@@ -15,7 +15,7 @@ const fn mark(state: Option<TaskState>) -> (&'static str, &'static str, &'static
     }
 }
 
-/// Where the boxes of a drawing are: a column for each layer, and in it the tasks near their parents.
+/// The positions of the boxes in a drawing: a column for each layer, with the tasks near their parents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// The width of the drawing.
@@ -29,13 +29,13 @@ pub struct Layout {
 impl Layout {
     /// The width and the height of a box.
     pub const BOX: (usize, usize) = (180, 44);
-    /// Between two columns, and between two boxes of a column.
+    /// The gap between two columns, and between two boxes of a column.
     const GAP: (usize, usize) = (60, 16);
     const MARGIN: usize = 20;
 }
 
 impl JobPicture {
-    /// Lays the graph out from left to right. Tasks of a layer stand in the order of their parents, so that few lines
+    /// Lays the graph out from left to right. The tasks of a layer are in the order of their parents, so that few lines
     /// cross.
     pub fn layout(&self) -> Layout {
         let ((w, h), (gap_x, gap_y)) = (Layout::BOX, Layout::GAP);
@@ -55,9 +55,9 @@ impl JobPicture {
                 let sum: usize = parents.iter().map(|parent| places[*parent].1).sum();
                 sum.checked_div(parents.len()).unwrap_or(0)
             };
-            // Stable: tasks with the same parents stay in the order of the job.
+            // The sort is stable: tasks with the same parents stay in the order of the job.
             column.sort_by_key(height_of_parents);
-            // A short column stands in the middle.
+            // A short column is centred.
             let down = (tallest - column.len()) * (h + gap_y) / 2;
             for (row, number) in column.iter().enumerate() {
                 let x = Layout::MARGIN + layer * (w + gap_x);
@@ -72,7 +72,8 @@ impl JobPicture {
         }
     }
 
-    /// For a terminal: layer by layer, each task with its state and its parents. Control characters are escaped.
+    /// The drawing for a terminal: layer by layer, each task with its state and its parents. Control characters are
+    /// escaped.
     pub fn to_text(&self) -> String {
         let layers = self.graph.layers();
         let last = layers.iter().copied().max().unwrap_or(0);
@@ -107,7 +108,7 @@ impl JobPicture {
         text
     }
 
-    /// As Graphviz (`dot -Tpng`).
+    /// The drawing as Graphviz (`dot -Tpng`).
     pub fn to_dot(&self) -> String {
         let mut text = format!(
             "digraph {} {{\n  rankdir=LR;\n  node [shape=box, style=rounded];\n",
@@ -131,7 +132,7 @@ impl JobPicture {
         text
     }
 
-    /// As Mermaid.
+    /// The drawing as Mermaid.
     pub fn to_mermaid(&self) -> String {
         let mut text = String::from("flowchart LR\n");
         for (number, task) in self.graph.tasks().iter().enumerate() {
@@ -151,7 +152,7 @@ impl JobPicture {
         text
     }
 
-    /// As SVG: a column for each layer.
+    /// The drawing as SVG: a column for each layer.
     pub fn to_svg(&self) -> String {
         let layout = self.layout();
         let (width, height, places) = (layout.width, layout.height, &layout.places);
@@ -201,7 +202,7 @@ fn short(text: &str) -> String {
     }
 }
 
-/// With everything escaped that a terminal might act on.
+/// Escapes the characters that a terminal interprets: control characters and invisible formatting characters.
 fn safe(text: &str) -> String {
     let plain = |c: char| {
         !c.is_control()
@@ -214,13 +215,13 @@ fn safe(text: &str) -> String {
     chars.collect()
 }
 
-/// A quoted name of Graphviz.
+/// Quotes a name for Graphviz.
 fn dot(text: &str) -> String {
     let text = text.replace('\\', "\\\\").replace('"', "\\\"");
     format!("\"{}\"", text.replace('\n', "\\n"))
 }
 
-/// Text inside SVG and Mermaid.
+/// Escapes text for SVG and Mermaid.
 fn entities(text: &str) -> String {
     let chars = text.chars().map(|c| match c {
         '&' => "&amp;".to_owned(),

@@ -1,7 +1,7 @@
 //! The twelve event types of tasks and jobs, and the message that carries the work of a task.
 //!
-//! The payload of each event is its `properties`, with the names of the specification. Optional fields are left out
-//! when they are absent. The tables of the specification (`PK`, `GSI1PK`, …) come from the *workflow* dialect.
+//! The payload of each event has the `properties` of the specification, with the same names. Optional fields without a
+//! value are left out. The table keys of the specification (`PK`, `GSI1PK`, …) come from the *workflow* dialect.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,7 +14,7 @@ use serde_json::value::RawValue;
 
 use crate::WORK;
 
-/// JSON as it was given: numbers and the order of keys stay as they are.
+/// JSON text that is kept unchanged: the digits of numbers and the order of keys stay as they are.
 #[derive(Clone)]
 pub struct Json(Arc<RawValue>);
 
@@ -36,7 +36,7 @@ impl Json {
         Ok(Self(Arc::from(serde_json::value::to_raw_value(value)?)))
     }
 
-    /// Reads a text, which must be JSON.
+    /// Parses a text. Fails if it is not JSON.
     pub fn parse(text: impl Into<String>) -> Result<Self, serde_json::Error> {
         Ok(Self(Arc::from(RawValue::from_string(text.into())?)))
     }
@@ -46,7 +46,7 @@ impl Json {
         self.0.get()
     }
 
-    /// Reads it as a value.
+    /// Deserialises the JSON into a value.
     pub fn read<'a, T: Deserialize<'a>>(&'a self) -> Result<T, serde_json::Error> {
         serde_json::from_str(self.get())
     }
@@ -87,7 +87,7 @@ pub trait Properties: TypedEvent + DeserializeOwned {
     /// The task or job that the event is about; `None` for the health check.
     fn entity(&self) -> Option<Entity>;
 
-    /// The job that the event belongs to, if it says so.
+    /// The job that the event belongs to, if the event names one.
     fn job(&self) -> Option<&str>;
 }
 
@@ -208,7 +208,7 @@ pub const TYPES: [&str; 13] = [
 pub enum TaskState {
     /// Waits for a worker.
     Pending,
-    /// A worker has it, or it waits for its next attempt.
+    /// A worker runs the task, or the task waits for its next attempt.
     Processing,
     /// Ended well.
     Completed,
@@ -225,7 +225,7 @@ impl TaskState {
         Self::Failed,
     ];
 
-    /// The word for it, as in events.
+    /// The name in events.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Pending => "pending",
@@ -247,7 +247,7 @@ impl fmt::Display for TaskState {
     }
 }
 
-/// The kind of an error. The first four are worth another attempt.
+/// The kind of an error. The first four kinds are retried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ErrorCategory {
@@ -255,7 +255,7 @@ pub enum ErrorCategory {
     Timeout,
     /// A connection failed.
     Network,
-    /// Another service asks for fewer requests.
+    /// Another service refuses requests because there are too many.
     RateLimit,
     /// Another service failed.
     ServerError,
@@ -270,7 +270,7 @@ pub enum ErrorCategory {
 }
 
 impl ErrorCategory {
-    /// The word for it, as in events.
+    /// The name in events.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",
@@ -299,7 +299,7 @@ impl ErrorCategory {
 pub enum FailureSource {
     /// The worker, for an error that no retry can fix.
     Worker,
-    /// The dead letters: no attempts were left.
+    /// The dead letter queue: no attempts were left.
     Dlq,
     /// The producer, which cancelled the task.
     Producer,
@@ -308,7 +308,7 @@ pub enum FailureSource {
 /// The signal that ended a child process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Signal {
-    /// The child ended when it was asked to.
+    /// The child ended after SIGTERM.
     #[serde(rename = "SIGTERM")]
     Term,
     /// The child was killed.
@@ -327,7 +327,7 @@ pub struct TaskPending {
     pub job_id: Option<String>,
     /// The name of the work.
     pub name: String,
-    /// The tasks of its job that must complete first; only if it is part of one.
+    /// The tasks that must complete first. `None` for a task without a job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub depends_on: Option<Vec<String>>,
 }
@@ -349,7 +349,7 @@ pub struct TaskStarted {
     pub process_id: u32,
 }
 
-/// An attempt failed, and another one follows.
+/// An attempt failed with a retryable error. If no attempt is left, `Task Failed` follows.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TaskProcessingFailed {
@@ -375,14 +375,14 @@ pub struct TaskCompleted {
     /// Its job.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub job_id: Option<String>,
-    /// The result, which the dependent tasks receive. An event that is read without its large part has none.
+    /// The result, which the dependent tasks receive. `null` if the output is in the object store and was not loaded.
     #[serde(default = "Json::null")]
     pub output: Json,
     /// How long the attempt ran.
     pub duration_ms: u64,
     /// The exit code of the process.
     pub exit_code: i32,
-    /// What a language model used.
+    /// The tokens that a language model used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<Usage>,
 }
@@ -414,7 +414,7 @@ pub struct TaskFailed {
     pub error_category: ErrorCategory,
     /// How many attempts there were.
     pub retry_count: u32,
-    /// Which part of the system ended it.
+    /// The part of the system that ended the task.
     pub source: FailureSource,
 }
 
@@ -491,7 +491,7 @@ pub struct TaskSpec {
     /// The tasks that must complete first.
     #[serde(default)]
     pub depends_on: Vec<String>,
-    /// Its static input.
+    /// Its own input, without the outputs of its parents.
     #[serde(default)]
     pub input: Json,
 }
@@ -518,9 +518,9 @@ pub struct JobTasksAdded {
     pub job_id: String,
     /// The tasks.
     pub new_tasks: Vec<TaskSpec>,
-    /// How many it had.
+    /// How many tasks the job had before.
     pub previous_total_tasks: usize,
-    /// How many it has.
+    /// How many tasks the job has now.
     pub total_tasks_now: usize,
 }
 
@@ -535,11 +535,11 @@ pub struct JobCompleted {
     pub job_id: String,
     /// How many tasks it has.
     pub total_tasks: usize,
-    /// The state of each.
+    /// The state of each task.
     pub task_statuses: TaskStatuses,
 }
 
-/// A task of a job failed. Its other tasks go on, and the job can be resumed.
+/// A task of a job failed. The other tasks of the job continue, and the job can be resumed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct JobFailureDetected {
@@ -560,19 +560,19 @@ pub struct TaskHealthCheck {
     pub tasks: Vec<TaskHealth>,
 }
 
-/// How many tasks are in which health. The last four sum to the first.
+/// How many tasks have each health. The last four fields sum to the first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HealthSummary {
     /// All tasks that are being processed.
     pub total_processing: usize,
-    /// Those with a recent heartbeat.
+    /// Tasks with a recent event.
     pub healthy: usize,
-    /// Those that were silent for over two heartbeats.
+    /// Tasks without an event for more than two heartbeat intervals.
     pub warning: usize,
-    /// Those past their lock.
+    /// Tasks whose lock has expired.
     pub critical: usize,
-    /// Those that run beyond their limit.
+    /// Tasks that run longer than the threshold.
     pub overtime: usize,
 }
 
@@ -580,13 +580,13 @@ pub struct HealthSummary {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Health {
-    /// It had a recent heartbeat.
+    /// The task had a recent event.
     Healthy,
-    /// It was silent for over two heartbeats.
+    /// The task had no event for more than two heartbeat intervals.
     Warning,
-    /// Its lock has ended.
+    /// The lock of the task has expired.
     Critical,
-    /// It runs beyond its limit.
+    /// The task runs longer than the threshold.
     Overtime,
 }
 
@@ -608,7 +608,7 @@ pub struct TaskHealth {
     pub worker_id: String,
 }
 
-/// The work of a task, as a worker receives it. It is no event about the task: its type decides no state.
+/// The work of a task, as a worker receives it. This message does not change the state of the task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Work {
@@ -619,7 +619,7 @@ pub struct Work {
     pub job_id: Option<String>,
     /// The name of the work.
     pub name: String,
-    /// The input: that of the task, and for a dependent task the `dependencyOutputs` of its parents.
+    /// The input of the task. A dependent task also gets the outputs of its parents, as `dependencyOutputs`.
     pub input: Json,
 }
 

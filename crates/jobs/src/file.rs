@@ -1,5 +1,5 @@
-//! Job files: YAML or JSON with the keys of `Job Created`. What is wrong is named with its line, and a misspelt key with
-//! the nearest known one.
+//! Job files: YAML or JSON with the keys of `Job Created`. An error names the line. For a misspelt key it also names
+//! the nearest known key.
 
 use std::fmt::Write as _;
 
@@ -10,9 +10,9 @@ use crate::events::{Json, TaskSpec};
 use crate::graph::nearest;
 use crate::producer::NewJob;
 
-/// A deeper input is refused as a mistake.
+/// A file that is nested more deeply is refused as a mistake.
 const DEEPEST: usize = 64;
-/// More values are refused as a mistake.
+/// A file with more values is refused as a mistake.
 const MOST_VALUES: usize = 1_000_000;
 
 const JOB_KEYS: [&str; 4] = ["jobId", "requestId", "tasks", "totalTasks"];
@@ -190,7 +190,7 @@ fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }
 
-/// A collection that is not finished.
+/// A list or mapping whose end has not been read yet.
 struct Open {
     line: usize,
     kind: Kind,

@@ -1,4 +1,4 @@
-//! The graph of a job: its tasks and their dependencies, and what makes one invalid.
+//! The graph of a job: its tasks and their dependencies, and the checks for a valid graph.
 
 use std::collections::{HashMap, HashSet};
 
@@ -25,7 +25,7 @@ impl Graph {
         Ok(graph)
     }
 
-    /// Adds tasks. `InvalidJob` if the graph would be invalid; it is unchanged then.
+    /// Adds tasks. Fails with `InvalidJob`, and changes nothing, if the graph would be invalid.
     pub fn add(&mut self, tasks: Vec<TaskSpec>) -> Result<()> {
         self.check(&tasks)?;
         let first = self.tasks.len();
@@ -47,7 +47,7 @@ impl Graph {
         Ok(())
     }
 
-    /// Whether tasks may be added.
+    /// Checks whether tasks may be added. Fails with `InvalidJob` if the graph would be invalid.
     pub fn check(&self, new: &[TaskSpec]) -> Result<()> {
         if new.is_empty() {
             return Err(invalid("there are no tasks").hint("name at least one task"));
@@ -121,12 +121,12 @@ impl Graph {
         self.tasks.is_empty()
     }
 
-    /// The number of a task.
+    /// The number of a task: its index in the order in which tasks were added.
     pub fn number(&self, id: &str) -> Option<usize> {
         self.by_id.get(id).copied()
     }
 
-    /// The task of a number.
+    /// The task with a number.
     pub fn task(&self, number: usize) -> &TaskSpec {
         &self.tasks[number]
     }
@@ -141,7 +141,7 @@ impl Graph {
         &self.parents[number]
     }
 
-    /// The layer of each task: 0 for roots, else one more than the highest of its parents.
+    /// The layer of each task: 0 for a task without parents, else one more than the highest layer of its parents.
     pub fn layers(&self) -> Vec<usize> {
         let mut layers = vec![0; self.len()];
         let mut missing: Vec<usize> = self.parents.iter().map(Vec::len).collect();
@@ -160,7 +160,7 @@ impl Graph {
     }
 }
 
-/// The known name that is nearest to a misspelt one, if one is near.
+/// The known name that is most similar to a misspelt name. `None` if no name is similar enough.
 pub(crate) fn nearest<'a>(written: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let near = known.map(|name| (strsim::jaro_winkler(written, name), name));
     let best = near.max_by(|a, b| a.0.total_cmp(&b.0).then(b.1.cmp(a.1)))?;
@@ -171,8 +171,8 @@ fn invalid(what: impl Into<String>) -> Error {
     Error::new(Code::InvalidJob, what)
 }
 
-/// The tasks of a cycle in order, the first one again at the end. Only new tasks can form one: those that are there
-/// already do not depend on new ones.
+/// Finds a cycle. Returns its tasks in order, with the first one again at the end. Only the new tasks are searched:
+/// existing tasks do not depend on new ones.
 fn cycle(tasks: &[TaskSpec]) -> Option<Vec<String>> {
     #[derive(Clone, Copy, PartialEq)]
     enum Seen {

@@ -1,4 +1,4 @@
-//! The handle on a bus that producers, dispatchers, workers and readers use, and how their events are made.
+//! The handle on a bus that producers, dispatchers, workers and readers use, and the construction of their events.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use crate::events::{JobCreated, JobTasksAdded, Properties, TYPES, Work};
 use crate::index::Index;
 use crate::{DEFAULT_APP, DEFAULT_TENANT, STREAM};
 
-/// The metadata key of the run number: 1 for the first time that a task runs, one more for each retry by a person.
+/// The metadata key of the run number. The first run of a task is 1. Each retry by a person, not by the bus, adds 1.
 pub const RUN: &str = "run";
-/// The metadata key of a `Task Processing Started` with the number of the attempt that it begins. The start of an earlier
-/// attempt that is stored late does not reopen its run. A start that a person asked for (a retried dead letter, a replay)
-/// has none.
+/// The metadata key of the attempt number in a `Task Processing Started`. With it, a start that is stored late, after a
+/// later attempt has started, does not reopen the run. A start that a person asked for (a retried dead letter, a
+/// replay) has no number.
 pub const ATTEMPT: &str = "attempt";
 /// The metadata key of the context, as the *workflow* dialect reads it.
 const CONTEXT: &str = "context";
@@ -34,7 +34,7 @@ pub enum Origin {
     Worker,
     /// Starts the tasks of jobs.
     Dispatcher,
-    /// Looks at running tasks.
+    /// Checks running tasks.
     HealthCheck,
 }
 
@@ -59,7 +59,7 @@ pub struct Jobs {
     environment: Arc<str>,
     clock: Arc<dyn Clock>,
     index: Arc<Index>,
-    /// Whether the hold on the events of jobs is known to be there.
+    /// Whether this process knows that the retention hold for jobs exists.
     kept: Arc<AtomicBool>,
 }
 
@@ -75,13 +75,13 @@ pub struct JobsBuilder {
 }
 
 impl JobsBuilder {
-    /// Whose tasks these are (`default`).
+    /// The tenant of the tasks and jobs (`default`).
     pub fn tenant(mut self, tenant: impl Into<String>) -> Self {
         self.tenant = tenant.into();
         self
     }
 
-    /// The app they belong to (`task-workflow`).
+    /// The app of the tasks and jobs (`task-workflow`).
     pub fn app(mut self, app: impl Into<String>) -> Self {
         self.app = app.into();
         self
@@ -93,20 +93,20 @@ impl JobsBuilder {
         self
     }
 
-    /// The clock; must be that of the bus (the operating system's).
+    /// The clock (the system clock). It must be the clock of the bus.
     pub fn clock(mut self, clock: impl Clock) -> Self {
         self.clock = Arc::new(clock);
         self
     }
 
-    /// The file of the index of tasks (none: it is in memory, and built when it is first used). It is built from the
-    /// events, so it can be deleted. Several processes may share it.
+    /// The file of the task index. Without a file the index is in memory and is built at its first use. The file is
+    /// built from the events, so it can be deleted. Several processes may share it.
     pub fn index(mut self, file: impl Into<PathBuf>) -> Self {
         self.index = Some(file.into());
         self
     }
 
-    /// The handle. `Unsupported` if the engine has no history; name a store beside it then.
+    /// Opens the handle. Fails with `Unsupported` if the engine has no history: such an engine needs a store beside it.
     pub fn open(self, bus: Bus) -> Result<Jobs> {
         check_id("tenant", &self.tenant)?;
         check_id("app", &self.app)?;
@@ -150,7 +150,7 @@ impl Jobs {
         Self::builder().open(bus)
     }
 
-    /// Begins a handle with settings.
+    /// Begins a handle with other settings.
     pub fn builder() -> JobsBuilder {
         JobsBuilder {
             tenant: DEFAULT_TENANT.to_owned(),
@@ -204,7 +204,7 @@ impl Jobs {
         self.clock.clone()
     }
 
-    /// The handle for the tenant and app of an event: dispatchers and workers serve all tenants.
+    /// A handle for the tenant and app of an event. Dispatchers and workers serve all tenants.
     #[must_use]
     pub fn of(&self, event: &Event) -> Self {
         let app = event.attributes().and_then(|a| a.app.as_deref());
@@ -218,7 +218,7 @@ impl Jobs {
         jobs
     }
 
-    /// The handle for another tenant.
+    /// A handle for another tenant.
     #[must_use]
     pub fn for_tenant(&self, tenant: &str) -> Self {
         Self {
@@ -227,14 +227,14 @@ impl Jobs {
         }
     }
 
-    /// As [`for_tenant`](Self::for_tenant), for a name that comes from outside. `InvalidAttribute` if events cannot
-    /// carry it.
+    /// Like [`for_tenant`](Self::for_tenant), for a name from user input. Fails with `InvalidAttribute` if the name is
+    /// not allowed in events.
     pub fn of_tenant(&self, tenant: &str) -> Result<Self> {
         check_id("tenant", tenant)?;
         Ok(self.for_tenant(tenant))
     }
 
-    /// Makes events of one origin.
+    /// An emitter, which makes the events of one origin.
     pub fn emitter(&self, origin: Origin) -> Emitter {
         Emitter {
             tenant: self.tenant.clone(),
@@ -256,7 +256,7 @@ impl std::fmt::Debug for Jobs {
     }
 }
 
-/// Makes the events of one part of the system, with tenant, app, entity, key and context.
+/// Makes the events of one part of the system. Sets their tenant, app, entity, key and context.
 #[derive(Clone, Debug)]
 pub struct Emitter {
     tenant: Arc<str>,
@@ -267,14 +267,14 @@ pub struct Emitter {
 }
 
 impl Emitter {
-    /// Names the worker in the context.
+    /// Adds the id of a worker to the context.
     #[must_use]
     pub fn worker(mut self, worker_id: &str) -> Self {
         self.context = context(&self.environment, self.origin, Some(worker_id)).into();
         self
     }
 
-    /// The emitter for the tenant and app of an event.
+    /// An emitter for the tenant and app of an event.
     #[must_use]
     pub fn of(&self, event: &Event) -> Self {
         let mut emitter = self.clone();
@@ -293,13 +293,13 @@ impl Emitter {
         &self.tenant
     }
 
-    /// An event about a job, the health check, or a task whose run is not known.
+    /// An event without a run number: about a job, a health check, or a task whose run is not known.
     pub fn event<P: Properties>(&self, properties: &P) -> EventBuilder {
         self.event_of_run(properties, properties.job(), 0)
     }
 
-    /// An event about one run of a task. The job is the ordering key of everything that belongs to it; a heartbeat
-    /// does not name its job by itself.
+    /// An event about one run of a task. `job` becomes the ordering key, which all events of a job share. It is a
+    /// parameter because a heartbeat does not name its job.
     pub fn event_of_run<P: Properties>(
         &self,
         properties: &P,
@@ -324,7 +324,7 @@ impl Emitter {
     }
 }
 
-/// The work of a task with what a worker needs to publish its events.
+/// A work message and the run of its task. A worker needs both to publish events.
 #[derive(Clone, Debug)]
 pub struct WorkItem {
     /// The work.
@@ -353,15 +353,14 @@ pub fn run_of(event: &Event) -> Option<u32> {
     event.metadata().get(RUN)?.parse().ok()
 }
 
-/// Whether an event is a copy that a replay published for all groups. It repeats what happened before: it decides no state
-/// and starts nothing.
+/// Whether an event is a copy that a replay published for all groups. Such a copy changes no state and starts nothing.
 pub(crate) fn is_copy(event: &Event) -> bool {
     let address = event.attributes().and_then(|a| a.address.as_ref());
     address.is_none() && event.metadata().contains_key(REPLAY_OF)
 }
 
-/// The record with everything that decides states and graphs. That is in the log, unless the event is so large that all of
-/// it is in the object store.
+/// The record with all fields that states and graphs need. Most records have them in the log. The payload is loaded
+/// from the object store for a graph event with moved parts, and for an event whose whole payload was moved.
 pub(crate) async fn readable(bus: &Bus, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
     let is_graph = matches!(
         record.event.event_type(),
@@ -373,7 +372,7 @@ pub(crate) async fn readable(bus: &Bus, record: &Arc<Recorded>) -> Result<Arc<Re
     }
 }
 
-/// The ordering key of everything that belongs to a job.
+/// The ordering key of all events of a job.
 pub(crate) fn key_of_job(job: &str) -> String {
     format!("JOB#{job}")
 }
@@ -397,7 +396,8 @@ fn context(environment: &str, origin: Origin, worker_id: Option<&str>) -> String
     serde_json::to_string(&context).unwrap_or_default()
 }
 
-/// Refuses ids that would forge a key of the table, or that a terminal or a path cannot show.
+/// Refuses an id that is empty, is too long, has a control character, or contains `#`. With `#` an id could imitate a
+/// table key.
 pub(crate) fn check_id(what: &str, id: &str) -> Result<()> {
     let bad = |why: &str| {
         Err(

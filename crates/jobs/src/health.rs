@@ -1,4 +1,5 @@
-//! The health of running tasks, from their events: is the worker of each still heard of, and does it take too long?
+//! The health of running tasks, from their events: does the worker of each task still send events, and does the task
+//! run for too long?
 
 use std::time::Duration;
 
@@ -14,23 +15,23 @@ use crate::{Jobs, Origin};
 /// The most tasks that a check looks at, per tenant and state.
 const MOST: usize = 100_000;
 
-/// The metadata key of a `Task Health Check` with the tasks that wait for a worker for too long, in words. Without any it is
-/// not there.
+/// The metadata key in a `Task Health Check` for the tasks that wait too long for a worker, as a text. It is absent if
+/// there are none.
 pub const PENDING_TOO_LONG: &str = "pending_too_long";
-/// How many of them it names.
+/// The text names at most this many tasks.
 const NAMED: usize = 10;
-/// What a check has beside its tasks, generously.
+/// More bytes than a check has besides its list of tasks.
 const ENVELOPE: usize = 512;
 
-/// When a task is not healthy.
+/// The limits beyond which a task is not healthy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Thresholds {
     /// A task that runs for longer is *overtime* (3,600,000 ms).
     pub overtime: Duration,
-    /// A task whose last event is older than two of these is a *warning* (20 s).
+    /// The interval of heartbeats (20 s). A task whose last event is older than two intervals is a *warning*.
     pub heartbeat: Duration,
-    /// A task that waits for a worker for longer is named (15 minutes).
+    /// A task that waits longer for a worker is reported (15 minutes).
     pub pending: Duration,
 }
 
@@ -66,8 +67,9 @@ impl Thresholds {
         self
     }
 
-    /// The health of a task that is being processed. The first of these holds: it runs for too long, its lock has
-    /// ended, it was silent for more than two heartbeats, it is healthy.
+    /// The health of a task that is being processed. The first rule that matches decides: it runs too long (overtime),
+    /// its lock has expired (critical), it had no event for more than two heartbeats (warning). Otherwise it is
+    /// healthy.
     pub fn judge(&self, task: &TaskStatus, now: Timestamp) -> Health {
         let elapsed = since(task.started_at.or(task.since), now);
         let silent = since(task.last_event_at, now);
@@ -92,7 +94,7 @@ fn since(time: Option<Timestamp>, now: Timestamp) -> Duration {
     time.map_or(Duration::ZERO, |time| now.since(time))
 }
 
-/// A task that waits for a worker for too long.
+/// A task that waits too long for a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WaitingTask {
@@ -107,7 +109,7 @@ pub struct WaitingTask {
     pub waiting: u64,
 }
 
-/// The result of a check: what `Task Health Check` says, and the tasks that wait for too long.
+/// The result of a check: the payload of `Task Health Check`, and the tasks that wait too long.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct HealthReport {
     /// The tenant.
@@ -115,13 +117,13 @@ pub struct HealthReport {
     /// The counts, and each task that is being processed.
     #[serde(flatten)]
     pub check: TaskHealthCheck,
-    /// The tasks that wait for a worker for too long, the longest first.
+    /// The tasks that wait too long for a worker, the longest first.
     #[serde(rename = "pendingTooLong")]
     pub waiting: Vec<WaitingTask>,
 }
 
 impl HealthReport {
-    /// Judges the tasks of a tenant.
+    /// Makes the report for the tasks of a tenant.
     pub fn of<'a>(
         tenant: &str,
         processing: impl IntoIterator<Item = &'a TaskStatus>,
@@ -165,7 +167,7 @@ impl HealthReport {
         }
     }
 
-    /// The tasks that wait for too long, in words.
+    /// The tasks that wait too long, as a text.
     fn waiting_note(&self) -> Option<String> {
         let first = self.waiting.first()?;
         let named = self.waiting.iter().take(NAMED);
@@ -181,8 +183,8 @@ impl HealthReport {
         ))
     }
 
-    /// The worst that was found: 0 healthy, 1 a warning or a task that waits for too long, 2 critical or overtime.
-    /// Monitoring programs know these as OK, WARNING and CRITICAL.
+    /// The highest severity in the report. 0: all healthy. 1: a warning, or a task that waits too long. 2: critical or
+    /// overtime. Monitoring programs use the same numbers for OK, WARNING and CRITICAL.
     pub fn severity(&self) -> u8 {
         let summary = self.check.summary;
         if summary.critical + summary.overtime > 0 {
@@ -196,8 +198,8 @@ impl HealthReport {
 }
 
 impl TaskHealthCheck {
-    /// The check as an event of at most so many bytes holds it: the summary is of all tasks, and those that are not
-    /// healthy are named first.
+    /// Shortens the list of tasks so that the check fits into an event of this size. Tasks that are not healthy come
+    /// first. The summary still counts all tasks.
     fn within(&self, bytes: usize) -> Self {
         let mut check = self.clone();
         check
@@ -226,7 +228,7 @@ fn millis(duration: Duration) -> u64 {
 }
 
 impl Jobs {
-    /// Looks at the running and waiting tasks of this tenant. Nothing is published.
+    /// Checks the running and waiting tasks of this tenant. Nothing is published.
     pub async fn health(&self, thresholds: &Thresholds) -> Result<HealthReport> {
         let filter = |state, before| TaskFilter {
             state: Some(state),
@@ -247,13 +249,14 @@ impl Jobs {
         ))
     }
 
-    /// Looks at the tasks of every tenant that has some, and publishes a `Task Health Check` for each of them.
+    /// Checks the tasks of every tenant that has running or waiting tasks, and of this tenant. Publishes a `Task Health
+    /// Check` for each.
     pub async fn check_health(&self, thresholds: &Thresholds) -> Result<Vec<HealthReport>> {
         self.check_health_at(thresholds, None).await
     }
 
-    /// As [`check_health`](Self::check_health), for one tick of a schedule: the events have ids of the tick, so that
-    /// two processes that believe to have it publish them once.
+    /// Like [`check_health`](Self::check_health), for one tick of a schedule. The event ids are derived from the tick,
+    /// so that two processes that run the same tick publish each event once.
     pub async fn check_health_at(
         &self,
         thresholds: &Thresholds,
@@ -272,14 +275,14 @@ impl Jobs {
             let jobs = self.for_tenant(&tenant);
             match jobs.publish_health(thresholds, tick).await {
                 Ok(report) => reports.push(report),
-                // The other tenants are checked all the same.
+                // Continue with the other tenants.
                 Err(error) => failed = Some(error),
             }
         }
         failed.map_or(Ok(reports), Err)
     }
 
-    /// Looks at the tasks of this tenant, and publishes a `Task Health Check`.
+    /// Checks the tasks of this tenant, and publishes a `Task Health Check`.
     async fn publish_health(
         &self,
         thresholds: &Thresholds,
@@ -343,7 +346,7 @@ mod tests {
             (120, 61, -1, Health::Critical),
             (3600, 15, 45, Health::Healthy),
             (3601, 15, 45, Health::Overtime),
-            // The longest run goes first, whatever else is wrong.
+            // Overtime is the first rule, whatever else is wrong.
             (3800, 3700, -3640, Health::Overtime),
         ] {
             let task = task("a", started, last, until);

@@ -1,15 +1,15 @@
-//! Event ids that a repetition chooses again.
+//! Derived event ids: publishing the same event again uses the same id.
 //!
-//! An id is derived from tenant, job, task, run number and type, never from the event that caused it: two parents
-//! that finish together start their child once. Where a time is known that every process knows (that of the job), the
-//! id begins with it, because ids that sort by time are inserted several times faster.
+//! An id is derived from tenant, job, task, run number and type, but not from the event that caused it. So two parents
+//! that complete at the same time start their child once. If all processes know the same time (the creation of the
+//! job), the id begins with that time: ids that sort by time are inserted several times faster.
 
 use everbus::{EventId, Timestamp};
 use uuid::Uuid;
 
 const NAMESPACE: Uuid = Uuid::from_u128(0x6f0b_95ab_31c4_5e0d_b1a7_d20c_9d42_7c55);
 
-/// What an id is derived from.
+/// The parts that an id is derived from.
 #[derive(Clone, Copy, Debug)]
 pub struct Parts<'a> {
     /// The tenant.
@@ -18,14 +18,14 @@ pub struct Parts<'a> {
     pub job: &'a str,
     /// The task; empty for an event about the job.
     pub task: &'a str,
-    /// The run of the task, or the number of tasks of the job.
+    /// The run of the task, or the number of tasks of the job; the time of the tick for an event of a schedule.
     pub run: u64,
     /// The event type.
     pub event_type: &'a str,
 }
 
 impl Parts<'_> {
-    /// The id, which begins with a time that is the same in every process.
+    /// The id. It begins with `time`, which must be the same in every process. Without a time it is a plain hash.
     pub fn at(self, time: Option<Timestamp>) -> EventId {
         let mut name = Vec::with_capacity(64);
         for text in [self.tenant, self.job, self.task, self.event_type] {
@@ -46,7 +46,7 @@ impl Parts<'_> {
     }
 }
 
-/// The time in an id that ends in a UUID of version 7, as ids made by us do.
+/// The time in an id that ends in a UUID of version 7. Ids from [`fresh`] do.
 pub fn time_in(id: &str) -> Option<Timestamp> {
     let from = id.len().checked_sub(36)?;
     let uuid = Uuid::parse_str(id.get(from..)?).ok()?;
@@ -91,7 +91,7 @@ mod tests {
                 event_type: "task.work",
                 ..PARTS
             },
-            // The parts are told apart, not joined.
+            // The same characters, divided differently between two parts.
             Parts {
                 job: "job-",
                 task: "1a",

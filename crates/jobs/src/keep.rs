@@ -1,8 +1,8 @@
-//! Keeps retention from removing the events of jobs that are unfinished or failed: such a job can go on or be resumed.
+//! Keeps retention from removing the events of unfinished and failed jobs: these jobs can continue or be resumed.
 //!
-//! The events of all jobs since the oldest one that is not completed stay. The time is a hold in the store, which every
-//! run of retention respects. Producers make it before their first job, and move it back when an older job goes on;
-//! dispatchers move it forward.
+//! All job events since the oldest unfinished job are kept. That time is stored as a hold, which every run of retention
+//! respects. Producers create the hold before their first job, and move it back when an older job continues.
+//! Dispatchers move it forward.
 
 use std::time::Duration;
 
@@ -14,11 +14,11 @@ use crate::handle::Jobs;
 
 /// The name of the hold.
 const NAME: &str = "tasks";
-/// Clocks of producers and the time of receipt may differ by this much.
+/// The clock of a producer and the time at which an event is received may differ by this much.
 const MARGIN: Duration = Duration::from_secs(3600);
 
 impl Jobs {
-    /// Makes the hold, if it is not there. Needed before a job is published.
+    /// Creates the hold if it does not exist. Must be called before a job is published.
     pub(crate) async fn keep_jobs(&self) -> Result<()> {
         let engine = self.bus().engine();
         if engine.kv().is_err() || self.is_kept() {
@@ -34,8 +34,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// Moves the hold back to this time, if it is later. Needed before the job of that time goes on: if it has
-    /// completed, the hold may have passed it.
+    /// Moves the hold back to this time, if it is later. Must be called before a job of that time continues: if the job
+    /// had completed, the hold may be past it.
     pub(crate) async fn keep_since(&self, created_at: Timestamp) -> Result<()> {
         let engine = self.bus().engine();
         if engine.kv().is_err() {
@@ -50,21 +50,21 @@ impl Jobs {
                 None => 0,
             };
             match holds::put(engine, NAME, &wanted, revision).await {
-                // Another process moved it at the same time.
+                // Another process moved the hold at the same time.
                 Err(error) if error.code() == Code::RevisionConflict => {}
                 put => return put,
             }
         }
     }
 
-    /// Moves the hold to the oldest job that is not completed: forward, or back if a completed job goes on. Returns the
-    /// time since which events are kept.
+    /// Moves the hold to the oldest unfinished job: forward, or back if a completed job continues. Returns the time
+    /// since which events are kept.
     pub async fn release_completed(&self) -> Result<Option<Timestamp>> {
         let engine = self.bus().engine();
         if engine.kv().is_err() {
             return Ok(None);
         }
-        // Before the look: a job that comes later is newer than this.
+        // The time is taken before the index is read: a job that the index does not have yet is newer.
         let now = self.now();
         let Some((known, revision)) = holds::get(engine, NAME).await? else {
             return Ok(None);
@@ -76,7 +76,7 @@ impl Jobs {
             return Ok(Some(known.since));
         }
         match holds::put(engine, NAME, &next, revision).await {
-            // Another process moved it at the same time.
+            // Another process moved the hold at the same time.
             Err(error) if error.code() == Code::RevisionConflict => Ok(Some(known.since)),
             Err(error) => Err(error),
             Ok(()) => Ok(Some(next.since)),

@@ -9,16 +9,17 @@
 //! ```
 //!
 //! - [`events`]: the twelve event types and the message that carries the work.
-//! - [`Jobs`]: the handle on a bus, for one tenant and app. It submits, cancels, retries and asks.
+//! - [`Jobs`]: the handle on a bus, for one tenant and app. It submits, cancels, retries and queries.
 //! - [`state`]: the state of a task, folded from its events in the order of the log.
-//! - [`graph`]: the graph of a job, and what makes one invalid.
+//! - [`graph`]: the graph of a job, and the checks for a valid graph.
 //! - [`Index`]: tasks by state and by job. It is built from events, and can be deleted at any time.
 //! - [`Dispatcher`]: starts each task of a job when its parents have completed.
 //! - [`Worker`]: takes tasks from the bus and runs them in child processes, or with functions.
 //! - [`health`], [`alerts`], [`schedule`]: finding stuck tasks, sending alerts, and starting work at given times.
 //!
-//! Event ids that must not be repeated are derived from tenant, job, task, run number and type ([`ids`]). So two
-//! dispatchers, a restarted one, or a producer that repeats its request publish the same event, and the log keeps one.
+//! Events that must be stored only once have ids derived from tenant, job, task, run number and type ([`ids`]). So two
+//! dispatchers, a restarted dispatcher, or a producer that repeats its request use the same id, and the log keeps one
+//! event.
 //!
 //! Everything uses the public API of [`everbus`], on every engine with a history.
 

@@ -1,4 +1,4 @@
-//! Questions about tasks and jobs: the state of one, its history, the graph of a job now or at a past moment.
+//! Queries about tasks and jobs: states, histories, and the graph of a job now or at a past time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::index::{JobRow, JobState, Page, TaskFilter};
 use crate::producer::no_task;
 use crate::state::{Note, TaskStatus};
 
-/// The largest page of a history that is read at once.
+/// The number of events that are read from a history at once.
 const PAGE: usize = 1_000;
 
 /// A job with the state of each task.
@@ -35,7 +35,7 @@ pub struct JobStatus {
     pub created_at: Timestamp,
     /// How many tasks it has.
     pub total_tasks: usize,
-    /// The state of each; `None` for a task that has not begun.
+    /// The state of each task; `None` for a task that has not begun.
     pub task_statuses: TaskStatuses,
     /// Why it was refused, if it was.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -50,7 +50,7 @@ impl JobStatus {
     }
 }
 
-/// The graph of a job at a moment.
+/// The graph of a job at one point in time.
 #[derive(Clone, Debug)]
 pub struct JobPicture {
     /// The job.
@@ -62,12 +62,12 @@ pub struct JobPicture {
 }
 
 impl Jobs {
-    /// The state of a task, folded from its events; `None` if it has none.
+    /// The state of a task, folded from its events; `None` if it has no events.
     pub async fn task(&self, id: &str) -> Result<Option<TaskStatus>> {
         self.task_at(id, None).await
     }
 
-    /// The state of a task at a moment.
+    /// The state of a task at a past time, or now if `at` is `None`.
     pub async fn task_at(&self, id: &str, at: Option<Timestamp>) -> Result<Option<TaskStatus>> {
         let mut status: Option<TaskStatus> = None;
         self.each_event(TASK, id, at, |record| {
@@ -121,21 +121,21 @@ impl Jobs {
         }
     }
 
-    /// Tasks by state, each by its latest event.
+    /// The tasks that pass a filter.
     pub async fn tasks(&self, filter: &TaskFilter) -> Result<Vec<TaskStatus>> {
         self.index().catch_up(self.bus(), None).await?;
         self.index().tasks(self.tenant(), filter)
     }
 
-    /// One task by its latest event, also one of a job that has not begun. `NotFound` if there is none.
+    /// One task, also a task of a job that has not begun. Fails with `NotFound` if it does not exist.
     pub async fn task_status(&self, id: &str) -> Result<TaskStatus> {
         self.index().catch_up(self.bus(), None).await?;
         let task = self.index().task(self.tenant(), id)?;
         task.ok_or_else(|| no_task(id))
     }
 
-    /// Tasks page by page, the one whose state is newest first: `state` limits them, `after` is the
-    /// [`next`](Page::next) of the page before.
+    /// Tasks page by page. The task whose state changed last is first. `state` selects the tasks in one state; `after`
+    /// is the [`next`](Page::next) of the page before.
     pub async fn tasks_page(
         &self,
         state: Option<TaskState>,
@@ -146,8 +146,8 @@ impl Jobs {
         self.index().tasks_page(self.tenant(), state, after, limit)
     }
 
-    /// Jobs page by page, the newest first: `state` limits them, `after` is the [`next`](Page::next) of the page
-    /// before.
+    /// Jobs page by page, the newest first. `state` selects the jobs in one state; `after` is the [`next`](Page::next)
+    /// of the page before.
     pub async fn jobs_page(
         &self,
         state: Option<JobState>,
@@ -170,7 +170,7 @@ impl Jobs {
         self.index().jobs(self.tenant(), limit)
     }
 
-    /// A job with the state of each task. `NotFound` if there is none.
+    /// A job with the state of each task. Fails with `NotFound` if it does not exist.
     pub async fn job(&self, id: &str) -> Result<JobStatus> {
         self.index().catch_up(self.bus(), None).await?;
         let row = self
@@ -179,7 +179,7 @@ impl Jobs {
             .ok_or_else(|| no_job(id))?;
         let tasks = self.index().job_tasks(self.tenant(), id)?;
         let mut state = row.state();
-        // The counts cannot tell a failed job from one whose next task is about to start.
+        // The counts are the same for a failed job and for a job with a failed task whose next task is about to start.
         if state == JobState::Failed {
             let picture = self.picture(id, &tasks).await?;
             if picture.can_go_on() {
@@ -197,7 +197,7 @@ impl Jobs {
         })
     }
 
-    /// The tasks of a job with all that is known about each, in the order in which they were added.
+    /// The tasks of a job with their full status, in the order in which they were added.
     pub async fn job_tasks(&self, id: &str) -> Result<Vec<TaskStatus>> {
         self.index().catch_up(self.bus(), None).await?;
         self.index()
@@ -206,7 +206,7 @@ impl Jobs {
         self.index().job_tasks(self.tenant(), id)
     }
 
-    /// The graph of a job with the state of each task, now or at a past moment.
+    /// The graph of a job with the state of each task, now or at a past time.
     pub async fn job_graph(&self, id: &str, at: Option<Timestamp>) -> Result<JobPicture> {
         let Some(at) = at else {
             let tasks = self.job_tasks(id).await?;
@@ -241,8 +241,8 @@ impl Jobs {
         })
     }
 
-    /// Waits until a job has ended: completed, failed with nothing left to do, or refused. `seen` is called with its
-    /// status now and after each change.
+    /// Waits until a job has ended: it has completed, was refused, or has failed and no task can continue. Calls `seen`
+    /// with the status now and after each change.
     pub async fn wait(&self, id: &str, mut seen: impl FnMut(&JobStatus)) -> Result<JobStatus> {
         let mut last: Option<JobStatus> = None;
         loop {
@@ -254,7 +254,8 @@ impl Jobs {
             if status.state != JobState::Running {
                 return Ok(status);
             }
-            // Events come in bursts; one look serves many. A look at a large job takes longer.
+            // Events come in bursts: one query after a pause serves many of them. The query is slower for a large job,
+            // so the pause is longer.
             let pause = Duration::from_millis(5 + status.total_tasks as u64 / 100);
             last = Some(status);
             self.bus().log()?.wait_beyond(head).await?;
@@ -272,8 +273,8 @@ impl JobPicture {
             .collect()
     }
 
-    /// Why a task does not go on, or what it does, in a sentence; `None` once it has completed. `status` adds what is
-    /// known of a task that has begun.
+    /// Explains in a few words why a task waits or failed, or which worker has it; `None` once it has completed.
+    /// `status` adds details for a task that has begun.
     pub fn reason(&self, number: usize, status: Option<&TaskStatus>) -> Option<String> {
         let status = status.filter(|status| status.state == self.states[number]);
         let error = status.and_then(|status| status.error.as_deref());
@@ -335,7 +336,8 @@ impl JobPicture {
     }
 }
 
-/// The graph of a job and when the job was submitted: of `total` tasks, or as it was at a moment.
+/// Loads the graph of a job, and the time of its submission. `total`: stop at this many tasks. `until`: the graph as it
+/// was at this time.
 pub(crate) async fn load_graph(
     jobs: &Jobs,
     tenant: &str,
@@ -371,7 +373,7 @@ pub(crate) async fn load_graph(
             let record = bus.whole(record).await?;
             let more: JobTasksAdded = record.event.json()?;
             let fits = total.is_none_or(|total| graph.len() + more.new_tasks.len() <= total);
-            // An add that the index refused is in the log as well: it is invalid, or another job has one of its tasks.
+            // The log also has adds that the index refused: invalid ones, and those with a task of another job.
             let fits = fits && more.previous_total_tasks == graph.len();
             if fits && jobs.index().belong(tenant, id, &more.new_tasks)? {
                 let _ = graph.add(more.new_tasks);

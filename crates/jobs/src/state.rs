@@ -1,9 +1,9 @@
 //! The state of a task, folded from its events in the order of the log.
 //!
 //! Each event maps to a state. After a terminal event only `Task Pending` and `Task Processing Started` open the task
-//! again. Runs are numbered: an event of an earlier run changes nothing, and neither does any event of a run that was
-//! cancelled. So a late result of a cancelled or repeated task is recorded and ignored. The attempts of a run are numbered
-//! too: the start of an earlier attempt changes nothing.
+//! again. Runs are numbered: events of earlier runs and of cancelled runs change nothing. So a late result of a
+//! cancelled or repeated task is recorded and ignored. The attempts of a run are numbered too: the start of an earlier
+//! attempt changes nothing.
 
 use everbus::{Event, Position, Recorded, Timestamp, TypedEvent};
 use serde::{Deserialize, Serialize};
@@ -46,7 +46,7 @@ impl Kind {
         Self::Timeout,
     ];
 
-    /// The kind of an event type; `None` for types that decide nothing.
+    /// The kind of an event type; `None` for types that do not change the state of a task.
     pub fn of(event_type: &str) -> Option<Self> {
         Self::ALL
             .into_iter()
@@ -66,7 +66,7 @@ impl Kind {
         }
     }
 
-    /// The state that it maps to.
+    /// The state that this kind of event maps to.
     pub const fn state(self) -> TaskState {
         match self {
             Self::Pending => TaskState::Pending,
@@ -77,21 +77,21 @@ impl Kind {
     }
 }
 
-/// The state of a task and its run: what later events need to know of the earlier ones.
+/// The state of a task and its run. Together with the next event it decides the next state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fold {
     /// The state; `None` before the first event.
     pub state: Option<TaskState>,
     /// The run, from 1; 0 before the first event.
     pub run: u32,
-    /// The last attempt of the run that a worker began; 0 before, and for starts without a number.
+    /// The last attempt of the run that a worker started; 0 before that, or if no start had a number.
     pub attempt: u32,
     /// The run was cancelled.
     pub cancelled: bool,
 }
 
 impl Fold {
-    /// Applies the next event, and returns whether it counts.
+    /// Applies the next event. Returns whether the event counts.
     pub fn apply(&mut self, note: &Note) -> bool {
         let ended = self.state.is_none_or(TaskState::is_terminal);
         let run = match (note.run, note.kind) {
@@ -113,7 +113,8 @@ impl Fold {
         }
         let ended = self.state.is_some_and(TaskState::is_terminal);
         let counts = match (note.kind, note.attempt) {
-            // The start of an attempt whose worker stood still, while another worker went on.
+            // A start that is stored late does not count: its worker was paused, and another worker has started a later
+            // attempt or has ended this one.
             (Kind::Started, Some(attempt)) => {
                 attempt > self.attempt || (attempt == self.attempt && !ended)
             }
@@ -150,7 +151,7 @@ pub struct TaskStatus {
     /// The run was cancelled.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub cancelled: bool,
-    /// When the state began. A task with a delayed start waits for a worker since the time at which it may start.
+    /// When the state began. For a pending task with a delayed start this is the time at which it may start.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub since: Option<Timestamp>,
     /// When the last attempt started.
@@ -159,19 +160,19 @@ pub struct TaskStatus {
     /// The type of the last event of this run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_event_type: Option<String>,
-    /// When that event was received.
+    /// When the last event of this run was received.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_event_at: Option<Timestamp>,
     /// The task is locked until then, in seconds since 1970.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub effective_until: Option<u64>,
-    /// The worker that has it or had it.
+    /// The worker that runs the task, or ran it last.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub worker_id: Option<String>,
     /// The last error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
-    /// The last attempt of the run that a worker began; 0 if its start has no number.
+    /// The last attempt of the run that a worker started; 0 if no start had a number.
     #[serde(skip)]
     pub attempt: u32,
     /// The place of the last event in the log.
@@ -182,7 +183,7 @@ pub struct TaskStatus {
 impl TaskStatus {
     /// Applies the next event of the task, in the order of the log. Returns whether the event counts.
     pub fn apply(&mut self, note: &Note) -> bool {
-        // Applied before: readers of the log may meet.
+        // The event was applied before: two readers of the log may pass the same event.
         if note.place <= self.place {
             return false;
         }
@@ -230,7 +231,7 @@ impl TaskStatus {
         true
     }
 
-    /// The part that decides about later events.
+    /// The part of the status that decides whether later events count.
     pub fn fold(&self) -> Fold {
         Fold {
             state: self.state,
@@ -240,7 +241,7 @@ impl TaskStatus {
         }
     }
 
-    /// Whether a worker has the task, and its lock has not ended.
+    /// Whether a worker has the task and its lock has not expired.
     pub fn is_locked(&self, now: Timestamp) -> bool {
         let now = u64::try_from(now.as_micros() / 1_000_000).unwrap_or(0);
         self.state == Some(TaskState::Processing)
@@ -248,7 +249,7 @@ impl TaskStatus {
     }
 }
 
-/// What an event says about a task, as far as its state needs it.
+/// The fields of a task event that the state of the task needs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Note {
     /// The type.
@@ -259,9 +260,9 @@ pub struct Note {
     pub job: Option<String>,
     /// The run; `None` for events of other senders.
     pub run: Option<u32>,
-    /// The attempt that it starts; `None` for events of other senders, and for a start that a person asked for.
+    /// The attempt that the event starts; `None` for events of other senders, and for a start that a person asked for.
     pub attempt: Option<u32>,
-    /// Whether it cancels the run.
+    /// Whether the event cancels the run.
     pub cancels: bool,
     /// The name of the work.
     pub name: Option<String>,
@@ -273,13 +274,13 @@ pub struct Note {
     pub worker_id: Option<String>,
     /// The error.
     pub error: Option<String>,
-    /// Its place in the log.
+    /// The place of the event in the log.
     pub place: u64,
-    /// When it was received.
+    /// When the event was received.
     pub at: Timestamp,
 }
 
-/// The properties of any task event that matter for its state.
+/// The payload fields of any task event that matter for the state.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Brief {
@@ -294,7 +295,8 @@ struct Brief {
 }
 
 impl Note {
-    /// Reads an event; `None` if it decides no state, is the copy of a replay, or its payload is not that of a task event.
+    /// Reads an event. `None` if its type changes no state, if it is the copy of a replay, or if its payload is not
+    /// that of a task event.
     pub fn of(record: &Recorded) -> Option<Self> {
         Self::read(&record.event, record.position, record.received_at)
     }

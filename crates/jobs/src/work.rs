@@ -1,4 +1,4 @@
-//! The pair of events that starts a task: `Task Pending` and the message with the work, appended in one step.
+//! The two events that start a task: `Task Pending` and the work message. They are published as one batch.
 
 use std::collections::BTreeMap;
 
@@ -11,32 +11,32 @@ use crate::events::{Json, TaskPending, Work};
 use crate::handle::Emitter;
 use crate::ids::{Parts, time_in};
 
-/// An output of more bytes than this travels as a reference to its event.
+/// A larger output, in bytes, is passed on as a reference to its event.
 pub(crate) const MAX_OUTPUT: usize = 16 * 1024;
-/// All outputs that a task receives have at most this many bytes; the largest become references.
+/// The outputs that a task receives have at most this many bytes together: the largest become references.
 pub(crate) const MAX_OUTPUTS: usize = 128 * 1024;
 
-/// The metadata key of a `Task Pending` with the time before which the task does not start.
+/// The metadata key in a `Task Pending` for the time before which the task does not start.
 pub(crate) const NOT_BEFORE: &str = "not_before";
-/// What a work message has beside its input, generously.
+/// More bytes than a work message has besides its input.
 const ENVELOPE: usize = 4 * 1024;
 
-/// One start of a task.
+/// The data for one start of a task.
 #[derive(Clone, Debug)]
 pub(crate) struct Start<'a> {
     pub(crate) task: &'a str,
-    /// The job, and the time that its derived ids begin with.
+    /// The job, and its creation time: the derived ids begin with that time.
     pub(crate) job: Option<(&'a str, Timestamp)>,
     pub(crate) name: &'a str,
     pub(crate) depends_on: Option<&'a [String]>,
     pub(crate) input: Json,
     pub(crate) run: u32,
-    /// Not before this time.
+    /// The task does not start before this time.
     pub(crate) at: Option<Timestamp>,
 }
 
 impl Start<'_> {
-    /// `Task Pending` and the work. Both ids are derived, so that a repetition is recognised.
+    /// The `Task Pending` and the work message. Both ids are derived, so that a duplicate is recognised.
     pub(crate) fn events(&self, emitter: &Emitter) -> Result<[Event; 2]> {
         let job = self.job.map(|(job, _)| job);
         let pending = TaskPending {
@@ -63,7 +63,7 @@ impl Start<'_> {
             .event_of_run(&work, job, self.run)
             .id(id(Work::TYPE));
         if job.is_none() {
-            // Without a job the key is the task id, as for its other events.
+            // Without a job the ordering key is the task id, as in the other events of the task.
             work = work.key(format!("TASK#{}", self.task));
         }
         if let Some(at) = self.at {
@@ -73,7 +73,7 @@ impl Start<'_> {
     }
 }
 
-/// The id of an event of one run of a task.
+/// The derived id of an event of one run of a task.
 pub(crate) fn run_id(
     tenant: &str,
     job: Option<(&str, Timestamp)>,
@@ -94,9 +94,9 @@ pub(crate) fn run_id(
 /// The output of a completed parent.
 #[derive(Clone, Debug)]
 pub(crate) enum Output {
-    /// As it is.
+    /// The output itself.
     Small(Json),
-    /// In the event with this id.
+    /// The output is in the event with this id.
     Large(EventId),
 }
 
@@ -110,7 +110,7 @@ impl Output {
     }
 }
 
-/// A large output: where it is.
+/// The JSON that stands for a large output: the task and the event that has the output.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Reference<'a> {
@@ -125,8 +125,8 @@ struct Place<'a> {
     event_id: EventId,
 }
 
-/// The input of a dependent task: its own, with `dependencyOutputs`. Large outputs are references, and so are those
-/// that would make the event larger than `limit`.
+/// The input of a dependent task: its own input and `dependencyOutputs`. Large outputs become references. So do further
+/// outputs, the largest first, until the event has at most `limit` bytes.
 pub(crate) fn merged(
     own: &Json,
     outputs: &BTreeMap<&str, (Output, EventId)>,
@@ -164,7 +164,7 @@ pub(crate) fn merged(
     let outputs: BTreeMap<&str, &Json> =
         all.iter().map(|(task, (json, ..))| (*task, json)).collect();
     let outputs = Json::of(&outputs).map_err(failed)?;
-    // An input that is no object has its place beside the outputs.
+    // An input that is not an object becomes the field `input` beside `dependencyOutputs`.
     let Ok(mut members) = own.read::<BTreeMap<String, &RawValue>>() else {
         let both: BTreeMap<&str, &Json> = [("input", own), ("dependencyOutputs", &outputs)].into();
         return Json::of(&both).map_err(failed);
@@ -179,15 +179,15 @@ fn reference(task_id: &str, event_id: EventId) -> Reference<'_> {
     Reference { output }
 }
 
-/// Publishes events with derived ids, in one step where the engine can. An event whose id is known was published
-/// before, whatever its body; that is success. The events that start tasks are first, and are pairs. Returns how many
+/// Publishes events with derived ids, in one step if the engine can. An id that exists already counts as success,
+/// whatever the body of the stored event. The pairs of events that start tasks must come first. Returns how many events
 /// were new.
 pub(crate) async fn publish_once(bus: &Bus, events: Vec<Event>) -> Result<usize> {
     if let Some(new) = publish_unknown(bus, &events).await? {
         return Ok(new);
     }
-    // One of them is known with another body. The others are stored pair by pair, so that a crash leaves no `Task
-    // Pending` without its work. One by one only the pair in which one is known: the other is missing, or known too.
+    // One of the ids exists with another body. The events are stored pair by pair, so that a crash leaves no `Task
+    // Pending` without its work message. Only a pair with such an id is stored one by one.
     let mut new = 0;
     for pair in events.chunks(2) {
         if let Some(stored) = publish_unknown(bus, pair).await? {
@@ -203,7 +203,7 @@ pub(crate) async fn publish_once(bus: &Bus, events: Vec<Event>) -> Result<usize>
     Ok(new)
 }
 
-/// Publishes events in one step where the engine can. Returns how many were new; `None` if the id of one is known with
+/// Publishes events in one step if the engine can. Returns how many were new; `None` if one of the ids exists with
 /// another body.
 async fn publish_unknown(bus: &Bus, events: &[Event]) -> Result<Option<usize>> {
     let events = unknown_to_store(bus, events.to_vec()).await?;
@@ -217,7 +217,8 @@ async fn publish_unknown(bus: &Bus, events: &[Event]) -> Result<Option<usize>> {
     }
 }
 
-/// Where the broker recognises an id only for a while, the store's record decides.
+/// Removes the events that the store has already. Needed if the broker recognises duplicate ids only for a limited
+/// time.
 async fn unknown_to_store(bus: &Bus, events: Vec<Event>) -> Result<Vec<Event>> {
     if bus.capabilities().deduplication == Deduplication::WhileRetained {
         return Ok(events);
@@ -283,7 +284,7 @@ mod tests {
             id()
         );
         assert_eq!(merged_one.get(), wanted);
-        // Many that are small one by one.
+        // Many outputs that are each small enough.
         let names: Vec<String> = (0..20).map(|n| format!("t{n:02}")).collect();
         let many = names
             .iter()
@@ -295,7 +296,7 @@ mod tests {
             merged_many.get().len()
         );
         assert!(merged_many.get().contains("$output"));
-        // With an input that leaves little room.
+        // An input that leaves little room for outputs.
         let own = Json::parse(format!("{{\"own\":{}}}", text(100_000))).unwrap();
         let outputs = [("a", small(&text(10_000))), ("b", small(&text(9_000)))];
         let tight = merged(&own, &outputs.into(), 115_000).unwrap();

@@ -39,7 +39,7 @@ const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// How many fresh events a claim looks at.
 const LOOKED_AT: usize = 10_000;
 /// A partition with more fresh events than this is full.
-const MOST_FRESH: usize = 1_000;
+const MOST_FRESH: usize = 2_000;
 /// As is one whose events are larger than this together.
 const MOST_BYTES: usize = 32 << 20;
 /// A partition that could not be committed is tried again after this long.

@@ -404,7 +404,8 @@ impl Link {
             )
             .set("queued.min.messages", "5000")
             .set("queued.max.messages.kbytes", "32768")
-            .set("fetch.wait.max.ms", "500");
+            // A partition that is resumed waits for the fetch under way.
+            .set("fetch.wait.max.ms", "100");
         config
     }
 

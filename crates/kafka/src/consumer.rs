@@ -47,10 +47,10 @@ impl KafkaConsumer {
             return;
         }
         let (now, wall) = (Instant::now(), self.shared.options.clock.now());
-        let number = || self.shared.number();
+        let (number, step) = (|| self.shared.number(), self.member.step());
         let mut board = self.member.board.lock();
         board.tick(now, wall);
-        let claimed = board.claim(self.seat, max.max(1), now, number);
+        let claimed = board.claim(self.seat, max.max(1), now, step, number);
         let versions = claimed
             .into_iter()
             .map(|(id, token)| (id, token, board.version(id.0)));

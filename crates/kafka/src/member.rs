@@ -32,6 +32,8 @@ use crate::wire;
 
 /// How long a poll waits: as long the thread does not see that its subscription changed.
 const POLL: Duration = Duration::from_millis(50);
+/// How long it waits while a partition is paused, which may have room again at any time.
+const POLL_PAUSED: Duration = Duration::from_millis(5);
 /// The most records that are sorted in one turn.
 const TURN: usize = 500;
 /// The same error is reported again after this long.
@@ -355,7 +357,11 @@ impl Member {
                 return;
             }
             self.hold_back(consumer);
-            self.take(consumer, POLL);
+            let wait = match self.paused.lock().is_empty() {
+                true => POLL,
+                false => POLL_PAUSED,
+            };
+            self.take(consumer, wait);
         }
     }
 

@@ -129,9 +129,8 @@ impl Shared {
                         Change::Finished { dead }
                     }
                 };
-                let step = member.step();
                 let mut board = member.board.lock();
-                let version = board.settle(id, token, change, Instant::now(), step);
+                let version = board.settle(id, token, change, Instant::now());
                 (id.0, version.ok_or_else(lost)?)
             }
         };

@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(12);
 pub(crate) struct StreamInfo {
     pub(crate) config: Value,
     pub(crate) state: StreamState,
-    /// When it was created. A stream that is removed and created again has another time.
+    /// The creation time. A stream that is removed and created again has another one.
     #[serde(default)]
     pub(crate) created: String,
     /// How many subjects the filter selects.
@@ -81,8 +81,8 @@ pub(crate) struct PubAck {
 }
 
 impl PubAck {
-    /// The answer of this stream. `None` for any other answer: the subject of an event is open to other programs,
-    /// and one that answers requests there must not be taken for the server.
+    /// Reads the ack of this stream. Returns `None` for any other answer: other programs may answer requests on the
+    /// subject of an event, and their answers must not be taken for those of the server.
     fn of(stream: &str, message: &Message) -> Option<Self> {
         let ack: Self = serde_json::from_slice(&message.payload).ok()?;
         let refused = ack.error.as_ref().is_some_and(|error| error.err_code != 0);
@@ -96,7 +96,7 @@ struct Refused {
     error: Option<ApiError>,
 }
 
-/// Which message of a stream.
+/// Selects a message of a stream.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Which {
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -112,7 +112,7 @@ pub(crate) struct Which {
 }
 
 impl Link {
-    /// One request of the API: the answer, or what the server refused.
+    /// Sends one request to the API of JetStream. The inner error is the refusal of the server.
     async fn api<T: DeserializeOwned>(
         &self,
         verb: &str,
@@ -124,7 +124,7 @@ impl Link {
         };
         let subject = format!("{API}{verb}");
         let began = Instant::now();
-        // All of these may be repeated, and a leader that is elected answers the next time.
+        // Every request here may be repeated: after an election, the new leader answers.
         let answer = loop {
             match self.ask(&subject, None, bytes.clone()).await {
                 Err(error)
@@ -147,8 +147,8 @@ impl Link {
         }
     }
 
-    /// Publishes into a stream and reads its answer. If another program answers first, the outcome is unknown, and
-    /// from then on all answers are read until the answer of the stream arrives.
+    /// Publishes into a stream and returns its ack. If another program answers first, the outcome is unknown. Later
+    /// publishes then read all answers until the ack of the stream arrives.
     pub(crate) async fn publish(
         &self,
         stream: &str,
@@ -254,7 +254,7 @@ impl Link {
         let updated = self.api(&format!("STREAM.UPDATE.{name}"), config).await?;
         let updated: StreamInfo =
             updated.map_err(|e| e.into_error(&format!("the stream {name} cannot be changed")))?;
-        // A cluster answers with the settings from before while it makes copies.
+        // While a cluster adds replicas, it answers with the old settings.
         Ok(StreamInfo {
             config: config.clone(),
             ..updated
@@ -382,9 +382,10 @@ impl Link {
             };
             match message.status.map(|status| status.as_u16()) {
                 None | Some(200) => messages.push(of_direct(message)),
-                // The end, or nothing at all.
+                // 204: the end of the batch. 404: there is no message.
                 Some(204 | 404) => return Ok(messages),
-                // A stream of another program without `allow_direct`, or no leader: one by one, from the leader.
+                // The stream is of another program and has no `allow_direct`, or it has no leader: reads one message
+                // at a time from the leader.
                 Some(503) => return self.messages_of_leader(stream, which).await,
                 Some(status) => {
                     let text = message.description.unwrap_or_default();
@@ -396,7 +397,7 @@ impl Link {
 }
 
 impl Link {
-    /// As [`Link::messages`], with a request for each.
+    /// Like [`Link::messages`], with one request to the leader for each message.
     async fn messages_of_leader(&self, stream: &str, which: &Which) -> Result<Vec<Stored>> {
         let mut messages: Vec<Stored> = Vec::new();
         let mut which = which.clone();
@@ -418,10 +419,10 @@ fn is_gone(error: &ApiError) -> bool {
     )
 }
 
-/// A message with its place in headers.
+/// Reads the answer to a direct get: subject, sequence and time are in its headers.
 fn of_direct(message: async_nats::Message) -> Stored {
     let headers = message.headers.unwrap_or_default();
-    // A publisher may have written headers of these names: the server writes its own after them.
+    // A publisher may have set headers of the same names. The server appends its own, so the last value counts.
     let text = |name: &str| headers.get_last(name).map_or("", |value| value.as_str());
     Stored {
         subject: text("Nats-Subject").to_owned(),

@@ -1,8 +1,8 @@
-//! Appending: the server's answer to each publish, and its memory of ids.
+//! Appends events, and handles ids that the server knows already.
 //!
-//! A repeated id is answered with the first sequence, where the stored event is read and compared. Batches
-//! are stored as a whole where the server can (2.12 and newer); it refuses a batch with a known id, so the ids
-//! are then asked for one by one.
+//! For a repeated id, the server answers with the sequence of the first publish. The event at this sequence is read
+//! and compared. Servers from 2.12 on store a batch as a whole. They refuse a batch with a known id; then the engine
+//! looks up each id on its own.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,18 +19,18 @@ use crate::names;
 use crate::streams::{self, StreamHandle};
 use crate::wire::{self, Around, Written, message_id};
 
-/// The server stores at most so many messages as one.
+/// The most messages in one batch; a limit of the server.
 const MOST: usize = 1000;
-/// The headers of an event leave room for those of its dead letter.
+/// The most bytes of an event's headers: they leave room for the headers that a dead letter adds.
 const MOST_HEADERS: usize = 56_000;
 /// A sequence that no stream reaches.
 const NO_SEQUENCE: u64 = 1 << 62;
 /// How long a publish waits for a server that is away or elects a leader.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// A batch incomplete, or too many at once: the same request may succeed later.
+/// The error codes of an incomplete batch and of too many open batches: the same request may succeed later.
 const INCOMPLETE: [u64; 4] = [10176, 10199, 10205, 10210];
 
-/// Events with their places in a batch.
+/// Events with their indexes in a batch.
 type Numbered = Vec<(usize, Event)>;
 
 impl Shared {
@@ -58,7 +58,7 @@ impl Shared {
         for (nth, (stream, events)) in by_stream.into_iter().enumerate() {
             let (places, events): (Vec<usize>, Vec<Event>) = events.into_iter().unzip();
             let appended = match self.append_to(&stream, events).await {
-                // What other streams have stored is not taken back: each event has its own answer.
+                // Other streams have stored their events already, so the error is only for the events of this stream.
                 Err(error) if nth > 0 => vec![Err(error); places.len()],
                 appended => appended?,
             };
@@ -91,7 +91,7 @@ impl Shared {
                 match self.append_atomic(stream, chunk).await {
                     Ok(appended) => answers.extend(appended.into_iter().map(Ok)),
                     Err(error) if answers.is_empty() => return Err(error),
-                    // The chunks before are stored.
+                    // Earlier chunks are stored already, so the error is only for the remaining events.
                     Err(error) => {
                         answers.resize(events.len(), Err(error));
                         break;
@@ -105,7 +105,7 @@ impl Shared {
         Ok(answers)
     }
 
-    /// The message of an event; one that the server would refuse for its size is refused here.
+    /// Encodes an event as a message, and refuses an event that is too large for the server.
     fn written(&self, stream: &StreamHandle, event: &Event) -> Result<(Written, Appended)> {
         let received_at = self.stamp();
         let mut written = wire::write(event, stream.dialect, stream.naming, received_at)?;
@@ -154,8 +154,8 @@ impl Shared {
         Ok(appended)
     }
 
-    /// An error of a publish that found no server: the stream may have been removed, or another process may have
-    /// taken the subject from it.
+    /// Finds out why a publish got no answer: the stream may have been removed, or another process may have taken the
+    /// subject from the stream.
     async fn why_away(&self, stream: &StreamHandle, subject: &str, error: Error) -> Error {
         let found = self.link.stream(&stream.name).await;
         let why = match found {
@@ -176,7 +176,7 @@ impl Shared {
         error.hint("open the bus again to declare its streams")
     }
 
-    /// Repeats a publish while the server is away. The id makes that safe.
+    /// Repeats a publish while the server is away. The repetition is safe, because the server recognises the id.
     async fn patiently<T, F>(&self, mut publish: impl FnMut() -> F) -> Result<T>
     where
         F: Future<Output = Result<T>>,
@@ -235,7 +235,7 @@ impl Shared {
         stream: &StreamHandle,
         events: &[Event],
     ) -> Result<Vec<Appended>> {
-        // The first event of each id, and for each event the index of that.
+        // For each id the index of its first event, and for each event the index of the first event with the same id.
         let mut firsts: HashMap<String, usize> = HashMap::new();
         let mut same_as = Vec::with_capacity(events.len());
         for (index, event) in events.iter().enumerate() {
@@ -348,7 +348,7 @@ impl Shared {
         Err(Error::new(Code::Internal, "a batch is empty"))
     }
 
-    /// How many copies of a stream the server keeps now. They may have changed since it was declared.
+    /// The number of replicas that the stream has now. It may have changed since the stream was declared.
     async fn copies(&self, stream: &StreamHandle) -> Result<u64> {
         let Some(info) = self.link.stream(&stream.name).await? else {
             let what = format!("the stream {} was removed from the server", stream.name);
@@ -357,12 +357,13 @@ impl Shared {
         Ok(info.config["num_replicas"].as_u64().unwrap_or(1))
     }
 
-    /// The sequence of an event, if the server knows its id. A publish that cannot be stored asks for it.
+    /// Returns the sequence of an event if the server knows its id. The question is a publish that the server cannot
+    /// store.
     ///
-    /// The server looks for the id first, and then compares what the publish expects: the last id on a stream
-    /// with one copy, the last sequence on one with several. The other way round it does not work: with one
-    /// copy the sequence is compared before the id, and with several an unexpected id reaches the copies, which
-    /// all give up the stream.
+    /// The server first looks for the id. Then it checks a condition that is never true: the last message id on a
+    /// stream with one replica, the last sequence on a stream with several. The conditions must not be swapped. With
+    /// one replica, the server checks the sequence before it looks for the id. With several, a wrong message id
+    /// reaches all replicas, and they all give up the stream.
     async fn find_id(
         &self,
         stream: &StreamHandle,

@@ -38,7 +38,7 @@ pub(crate) struct Shared {
     declaring: tokio::sync::Mutex<()>,
     /// Streams that groups consume and that are not declared here.
     others: Mutex<HashMap<String, Arc<StreamHandle>>>,
-    /// Streams that were found to be removed, for one warning each.
+    /// Streams that were removed from the server, to warn once for each.
     missing: Mutex<HashSet<String>>,
     pub(crate) groups: Mutex<HashMap<GroupName, Arc<Group>>>,
     pub(crate) held: Held,
@@ -81,14 +81,14 @@ impl Shared {
         self.numbers.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The time of receipt of an event: it never falls within this process.
+    /// The time of receipt of an event. It never decreases within this process.
     pub(crate) fn stamp(&self) -> Timestamp {
         let mut last = self.stamp.lock();
         *last = (*last).max(self.options.clock.now());
         *last
     }
 
-    /// The streams; without declared ones the single stream is created.
+    /// The table of streams. If no streams are declared, creates the single stream.
     pub(crate) async fn table(&self) -> Result<Arc<Table>> {
         if let Some(table) = self.known_table() {
             return Ok(table);
@@ -96,7 +96,7 @@ impl Shared {
         self.declare_table(Streams::single(), true).await
     }
 
-    /// The copies of what Everbus keeps beside events.
+    /// The number of replicas for groups, dead letters and values.
     pub(crate) fn copies_of_own(&self) -> u32 {
         let table = self.known_table();
         table.map_or(self.options.replicas, |table| table.copies)
@@ -106,7 +106,7 @@ impl Shared {
         self.table.read().clone()
     }
 
-    /// The streams if they are declared, or if the single stream is there.
+    /// The table of streams, if streams are declared or the single stream exists.
     pub(crate) async fn table_if_any(&self) -> Result<Option<Arc<Table>>> {
         if let Some(table) = self.known_table() {
             return Ok(Some(table));
@@ -124,7 +124,7 @@ impl Shared {
         }
         let table = streams::declare(&self.link, &self.space, &self.options, routes).await?;
         let table = Arc::new(table);
-        // Groups that were declared before consume streams that are new, from their beginning.
+        // Existing groups consume new streams from their beginning.
         for record in groups::list(&self.link, &self.space).await? {
             self.adopt(&table.streams, &record.name).await?;
         }
@@ -153,7 +153,7 @@ impl Shared {
         Ok(stream)
     }
 
-    /// A stream was removed from the server. If it comes back, the next look at the groups finds it.
+    /// Notes that a stream was removed from the server. If it is created again, the next look at the groups finds it.
     pub(crate) fn forget_stream(&self, stream: &StreamHandle) {
         let known = self.others.lock().remove(&stream.name);
         if self.missing.lock().insert(stream.name.clone()) {
@@ -161,12 +161,12 @@ impl Shared {
         }
     }
 
-    /// A stream is there, perhaps again.
+    /// Notes that a stream exists, perhaps again.
     pub(crate) fn found_stream(&self, stream: &StreamHandle) {
         self.missing.lock().remove(&stream.name);
     }
 
-    /// Whether a stream that groups consume is not there.
+    /// Whether a stream that groups consume was removed from the server.
     pub(crate) fn misses_streams(&self) -> bool {
         !self.missing.lock().is_empty()
     }
@@ -196,7 +196,7 @@ impl Shared {
         Ok(Some(group.record()))
     }
 
-    /// The group of a record that was just read or written.
+    /// Creates or updates the group of this process from a record that was just read or written.
     pub(crate) fn remember(
         &self,
         name: &GroupName,
@@ -205,7 +205,7 @@ impl Shared {
     ) -> Result<Arc<Group>> {
         let mut groups = self.groups.lock();
         if let Some(group) = groups.get(name) {
-            // A group of this name that was created anew is another one.
+            // A group that was removed and created again is another group.
             if group.record().created_at == record.created_at {
                 group.update(record, revision)?;
                 return Ok(group.clone());
@@ -220,7 +220,7 @@ impl Shared {
         (item.stream.shard, group.number, item.seq())
     }
 
-    /// Tells the server about a message without waiting for an answer: what is lost is repeated when its
+    /// Sends a verdict without waiting for an answer. If it is lost, the server delivers the message again when the
     /// lease ends.
     pub(crate) async fn tell(&self, reply: &str, verdict: &str) {
         let body = Bytes::copy_from_slice(verdict.as_bytes());
@@ -238,7 +238,7 @@ impl Shared {
         self.tell(&item.reply, &nak(Duration::ZERO)).await;
     }
 
-    /// Makes deliveries of messages. Those that waited too long for that are given back.
+    /// Turns messages into deliveries. Messages that waited here for more than half of their lease are given back.
     pub(crate) fn hand_out(
         self: &Arc<Self>,
         group: &Arc<Group>,
@@ -317,7 +317,7 @@ impl Shared {
         }
     }
 
-    /// From now on others can ask whether this engine is alive.
+    /// Begins to answer other engines that ask whether this engine is alive.
     pub(crate) async fn be_alive(&self) -> Result<()> {
         if self.alive.lock().is_some() {
             return Ok(());
@@ -341,8 +341,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Whether the engine that an ephemeral group belongs to is there. Without an answer it is taken for
-    /// alive.
+    /// Whether the engine that owns an ephemeral group is alive. If the answer is late or the connection is lost, the
+    /// engine counts as alive.
     pub(crate) async fn is_alive(&self, owner: &str) -> bool {
         if owner == self.owner {
             return true;
@@ -446,7 +446,7 @@ impl Broker for Nats {
                 return Err(no_group(&group));
             };
             let known = shared.remember(&group, record, revision)?;
-            // The server counts a lease from when it sent the message.
+            // The lease is `ack_wait` of the consumer: the server counts it from when it sent the message.
             shared.consumed(&known, Some(options.lease)).await?;
             let consumer = NatsConsumer::start(shared.clone(), known, options);
             Ok(Box::new(consumer) as Box<dyn Consumer>)

@@ -1,4 +1,4 @@
-//! The connection: requests with an answer, and what happens to them when it breaks.
+//! The connection: requests with an answer, and what happens to them when the connection breaks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -26,18 +26,18 @@ pub(crate) struct Link {
     timeout: Duration,
     servers: String,
     closed: AtomicBool,
-    /// Notified once it is closed.
+    /// Notified when the engine begins to close.
     pub(crate) closing: Notify,
     running: AtomicUsize,
     idle: Notify,
-    /// Other programs answer requests on the subjects of events.
+    /// Whether other programs answer requests on the subjects of events.
     crowded: AtomicBool,
 }
 
-/// What the client reports from its own task.
+/// What the client library reports from its own task.
 struct Events {
     turns: watch::Sender<u64>,
-    /// The last refusal by the server's permissions.
+    /// The last error that the server reported, and when.
     refused: Mutex<Option<(Instant, String)>>,
 }
 
@@ -101,8 +101,8 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
     if let Some(file) = &options.ca_file {
         connect = connect.add_root_certificates(file.clone());
     }
-    // The client library takes the provider of the process. If a program has none and its dependencies bring
-    // several, rustls would panic: then it is ring. A server may ask for TLS whatever the URL says.
+    // The client library uses the crypto provider of the process. If there is none and the dependencies bring
+    // several, rustls panics, so ring is installed. A server may require TLS whatever the URL says.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let client = connect
         .connect(&address.servers[..])
@@ -142,7 +142,7 @@ async fn credentials(address: &Address, options: &Options) -> Result<ConnectOpti
             return Ok(connect.nkey(creds.clone()));
         }
         return connect.credentials_file(creds).await.map_err(|error| {
-            // A mistyped seed is not repeated.
+            // The message must not contain a mistyped seed.
             let what = match looks_secret(creds) {
                 true => "the credentials are neither a file nor the seed of an nkey".to_owned(),
                 false => format!("the credentials file {creds} cannot be read: {error}"),
@@ -171,7 +171,7 @@ fn looks_secret(text: &str) -> bool {
 }
 
 impl Link {
-    /// Refuses calls after the close, and counts this one otherwise.
+    /// Counts a call that begins, or refuses it after the close.
     pub(crate) fn enter(&self) -> Result<Running<'_>> {
         self.running.fetch_add(1, Ordering::SeqCst);
         let running = Running(self);
@@ -196,7 +196,7 @@ impl Link {
         }
     }
 
-    /// Refuses new calls. True for the first call.
+    /// Refuses new calls from now on. Returns true the first time.
     pub(crate) fn begin_close(&self) -> bool {
         let first = !self.closed.swap(true, Ordering::SeqCst);
         self.closing.notify_waiters();
@@ -222,7 +222,7 @@ impl Link {
         self.client.connection_state() == State::Connected
     }
 
-    /// Waits for a connection that was lost. Nothing was sent if this fails.
+    /// Waits until a lost connection is back. If this fails, nothing was sent.
     async fn connected(&self) -> Result<()> {
         if self.is_connected() {
             return Ok(());
@@ -241,7 +241,7 @@ impl Link {
         }
     }
 
-    /// Asks the server for an answer.
+    /// Checks that the server answers.
     pub(crate) async fn answers(&self) -> Result<()> {
         match self.is_connected() {
             true => self.ask("$JS.API.INFO", None, Bytes::new()).await.map(drop),
@@ -303,7 +303,7 @@ impl Link {
         self.away("no server answers, which happens while a leader is elected")
     }
 
-    /// A request of which every answer is read.
+    /// Sends a request, and returns the subscription where all answers arrive.
     pub(crate) async fn ask_all(
         &self,
         subject: &str,
@@ -328,7 +328,7 @@ impl Link {
         self.crowded.load(Ordering::Relaxed)
     }
 
-    /// The answer to a publish is not that of its stream.
+    /// The error for a publish that another program answered. Later publishes read all answers.
     pub(crate) fn crowded(&self, subject: &str) -> Error {
         if !self.crowded.swap(true, Ordering::Relaxed) {
             tracing::warn!(target: "everbus::nats", subject, "another program answers requests on the subject of events; publishing is slower for it");
@@ -337,7 +337,8 @@ impl Link {
         self.away(&what).with_unknown_outcome()
     }
 
-    /// The server's permissions forbid a subject. It reports that beside the request, not as its answer.
+    /// The error if the server's permissions forbid the subject. The server reports this on the connection, not as an
+    /// answer to the request.
     fn refusal(&self, subject: &str, began: Instant) -> Option<Error> {
         let mut refused = self.events.refused.lock();
         let named = format!("\"{}\"", subject.to_lowercase());
@@ -352,7 +353,7 @@ impl Link {
         let hint = "the account needs to publish to $JS.API.>, $JS.ACK.>, $EVERBUS.> and the subjects of its \
                     events, and to subscribe to _INBOX.>";
         let error = Error::new(Code::InvalidSetting, what).hint(hint);
-        // Without its inbox the request may have taken effect.
+        // If only the inbox is forbidden, the request may have taken effect.
         Some(match of_inbox(&text.to_lowercase()) {
             true => error.with_unknown_outcome(),
             false => error,

@@ -34,7 +34,7 @@ pub struct Options {
     pub window: Duration,
     /// The number of replicas of streams that declare no number of copies.
     pub replicas: u32,
-    /// A stream may get a shorter age than it has: the server deletes what is older.
+    /// Allows a shorter `max_age` for an existing stream. The server then deletes the older events.
     pub allow_shorter_age: bool,
     /// Messages that are not of the stream's dialect are handed to handlers as they are. Otherwise they are
     /// dead-lettered with the reason.
@@ -140,7 +140,7 @@ pub(crate) fn parse(url: &str) -> Result<Address> {
         if host.is_empty() || host.contains(char::is_whitespace) {
             return bad("the URL names no host");
         }
-        // The part is not repeated: behind a comma in a password it would be the password.
+        // The error does not quote the part: if the password contains a comma, the part may be the password.
         let port = match host.rsplit_once(':') {
             Some((name, port)) if !name.contains(':') || name.ends_with(']') => Some(port),
             _ => None,
@@ -165,7 +165,7 @@ pub(crate) fn parse(url: &str) -> Result<Address> {
     })
 }
 
-/// `%40` is an @: passwords may have any character.
+/// Decodes percent escapes (`%40` is `@`), so that passwords may contain any character.
 fn unescape(text: &str) -> Result<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.bytes();

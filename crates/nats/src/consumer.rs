@@ -1,4 +1,4 @@
-//! The consumer: it takes from the desk what its reader put there.
+//! The consumer: it takes messages from the desk, where its reader puts them.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ impl NatsConsumer {
         let mut state = self.desk.state.lock();
         if let Some(error) = &state.error {
             let error = error.clone();
-            // A group that was removed stays removed, and a reader that ended reads no more.
+            // The error stays if the group was removed or the reader has ended. Other errors are returned once.
             if error.code() != Code::GroupNotFound && !state.is_done {
                 state.error = None;
             }
@@ -143,7 +143,7 @@ impl Consumer for NatsConsumer {
                     done.await;
                 }
             };
-            // What could not be given back comes again when its lease ends.
+            // A message that is not given back in time is delivered again when its lease ends.
             let _ = tokio::time::timeout(Duration::from_secs(5), ended).await;
             Ok(())
         })

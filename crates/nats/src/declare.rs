@@ -17,7 +17,7 @@ use crate::names;
 use crate::streams::{self, StreamHandle};
 use crate::wire;
 
-/// A record that others change at the same time is changed again, this often at most.
+/// The most attempts to change a record while other processes change it.
 pub(crate) const TRIES: usize = 50;
 /// The server removes the consumer of an ephemeral group after this long without a request.
 const INACTIVE: Duration = Duration::from_secs(3600);
@@ -25,14 +25,14 @@ const INACTIVE: Duration = Duration::from_secs(3600);
 const FIRST_LEASE: Duration = Duration::from_secs(40);
 /// Unsettled events have no limit: at a limit, events that wait for a retry or a handler would stop all others.
 const MAX_PENDING: i64 = -1;
-/// In the metadata of a consumer whose lease a process has set.
+/// The metadata key of a consumer whose lease was set by a process.
 const LEASED: &str = "everbus.leased";
-/// A process that asks for nothing for this long loses an ordered group to another one.
+/// If a process sends no pull request for this long, an ordered group moves to another process.
 const PINNED: Duration = Duration::from_secs(15);
 
 const FOREIGN: &str = "it was made by another program";
 
-/// What became of a consumer.
+/// The result of [`Shared::ensure`].
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Put {
     /// The group wants nothing of the stream and never did.
@@ -105,7 +105,7 @@ impl Shared {
         Err(busy(&spec.name))
     }
 
-    /// The streams where a removal that was cut off left a consumer of the group's name.
+    /// The streams where an interrupted removal left a consumer of the group's name.
     async fn left_behind(&self, record: &Record, encoded: &str) -> Result<Vec<String>> {
         let mut left = Vec::new();
         for stream in record.starts.keys() {
@@ -202,8 +202,9 @@ impl Shared {
         Ok(cursor)
     }
 
-    /// Notes where the group begins in streams that it does not know yet. A stream that none of its old
-    /// patterns reached is begun at its end.
+    /// Sets the first sequence of the group in its streams. A new group begins at `start`. An existing group begins
+    /// at the end of a known stream that only its new patterns reach, and at the beginning of a stream that it does
+    /// not know.
     async fn fill_starts(
         &self,
         streams: &[Arc<StreamHandle>],
@@ -233,10 +234,10 @@ impl Shared {
                     Some((name, seq)) if *name == stream.name => *seq,
                     _ => after_all,
                 },
-                // Readers skip earlier events.
+                // Begins earlier, because clocks differ; readers skip the events before `time`.
                 Some(StartFrom::Time(time)) => self.seq_at(stream, time.minus(wire::SKEW)).await?,
                 None if known => after_all,
-                // It appeared after the group.
+                // The stream is newer than the group.
                 None => 1,
             };
             record.starts.insert(stream.name.clone(), first);
@@ -341,8 +342,8 @@ impl Shared {
         Err(busy(&name.parse()?))
     }
 
-    /// The streams that the group has a consumer in. Consumers are created and widened as its patterns say;
-    /// with a lease, they get that as well.
+    /// Creates and widens the consumers of the group as its patterns require, and sets their lease if one is given.
+    /// Returns the streams in which the group has a consumer.
     pub(crate) async fn consumed(
         &self,
         group: &Arc<Group>,
@@ -367,8 +368,8 @@ impl Shared {
                     }
                 }
             }
-            // Another process may have widened the same consumers at the same time, and this one's filters
-            // came last: what its record says is put again.
+            // Another process may have widened the same consumers at the same time, and this process may have
+            // overwritten the new filters. If the record is newer now, the consumers are written again.
             if changed {
                 self.reload(group).await?;
             }
@@ -379,8 +380,9 @@ impl Shared {
         Err(busy(&group.name))
     }
 
-    /// Creates one consumer, or widens it. What it selects and no subscription wants is acked by readers: a
-    /// narrower filter would pass over events that a newer record wants, or that an older table put here.
+    /// Creates one consumer, or widens its filters. Filters are never narrowed: a narrower filter would skip events
+    /// that a newer record wants, or that an older table put into this stream. Readers ack events that no
+    /// subscription wants.
     async fn ensure(
         &self,
         stream: &StreamHandle,
@@ -442,7 +444,7 @@ impl Shared {
         }
     }
 
-    /// Where a new consumer begins. In a stream that was removed and created again, that is its beginning.
+    /// The first sequence of a new consumer. In a stream that was removed and created again it is 1.
     async fn start(&self, record: &Record, stream: &str) -> Result<u64> {
         let start = record.starts.get(stream).copied().unwrap_or(1);
         let Some(created) = record.created.get(stream).filter(|_| start > 1) else {
@@ -486,8 +488,9 @@ impl Shared {
         self.remove_parts(&encoded, &record).await
     }
 
-    /// The record first: a reader that finds its consumer gone would create it again by the record. A new group
-    /// of the name removes consumers that a crash left behind.
+    /// Removes the record, the consumers and the dead letters of a group. The record goes first: a reader that finds
+    /// its consumer gone would create it again from the record. If a crash leaves consumers behind, the next group of
+    /// this name removes them.
     pub(crate) async fn remove_parts(&self, encoded: &str, record: &Record) -> Result<()> {
         let own = self.space.group_subject(encoded);
         self.link.purge(&self.space.groups_stream(), &own).await?;
@@ -508,7 +511,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The ephemeral groups of this engine end with it.
+    /// Removes the ephemeral groups of this engine.
     pub(crate) async fn remove_own_groups(&self) {
         let own: Vec<Arc<Group>> = {
             let groups = self.groups.lock();
@@ -529,7 +532,7 @@ pub(crate) fn busy(name: &GroupName) -> Error {
     Error::new(Code::Busy, what)
 }
 
-/// Before the first event in every stream.
+/// The cursor before the first event of the group in every stream.
 async fn cursor_of(shared: &Shared, record: &Record) -> Result<Cursor> {
     let mut cursor = Cursor::START;
     for (name, start) in &record.starts {
@@ -578,8 +581,8 @@ fn new_consumer(record: &Record, encoded: &str, start: u64) -> Value {
     config
 }
 
-/// The lease of a group is the longest that one of its processes needs: with a shorter one, another process would get
-/// an event while its handler runs.
+/// Raises the lease of a consumer. The lease of a group is the longest that one of its processes needs: with a
+/// shorter one, another process would get an event while its handler still runs.
 fn set_lease(config: &mut Value, lease: Duration) {
     let there = match config["metadata"][LEASED].is_string() {
         true => config["ack_wait"].as_u64().unwrap_or(0),
@@ -590,7 +593,7 @@ fn set_lease(config: &mut Value, lease: Duration) {
     config["metadata"][LEASED] = json!("1");
 }
 
-/// A consumer of another program, or with settings under which events are lost, is not used.
+/// Refuses a consumer that another program made, or whose settings lose events.
 fn check_consumer(config: &Value, record: &Record, stream: &str) -> Result<()> {
     let wrong = [
         (!is_ours(config), FOREIGN),

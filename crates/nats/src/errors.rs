@@ -15,7 +15,7 @@ pub(crate) struct ApiError {
     pub(crate) description: String,
 }
 
-/// The numbers of errors that are handled one by one.
+/// The codes of JetStream errors that are handled individually.
 pub(crate) mod number {
     pub(crate) const CONSUMER_NOT_CREATED: u64 = 10012;
     pub(crate) const CONSUMER_NOT_FOUND: u64 = 10014;
@@ -32,7 +32,7 @@ pub(crate) mod number {
 }
 
 impl ApiError {
-    /// The error as the caller sees it; `what` was to be done.
+    /// The error that the caller sees. `what` says what failed.
     pub(crate) fn into_error(self, what: &str) -> Error {
         let text = format!("{what}: {} ({})", self.description, self.err_code);
         let new = |code: Code, hint: &str| Error::new(code, text.clone()).hint(hint);
@@ -59,7 +59,7 @@ impl ApiError {
                 Code::Unavailable,
                 "the stream was removed from the server; open the bus again to create it",
             ),
-            // 10158: the same id is being stored.
+            // 10158: another message with the same id is being stored.
             10008 | 10009 | 10075 | 10158 | 10202 | 10176 => new(
                 Code::Unavailable,
                 "the server is busy or elects a leader: the same request may succeed later",

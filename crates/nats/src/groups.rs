@@ -78,13 +78,13 @@ pub(crate) struct Group {
     pub(crate) name: GroupName,
     pub(crate) encoded: String,
     known: RwLock<Known>,
-    /// Grows with every change: consumers look at their streams again.
+    /// Grows with every change. Consumers then look at their streams again.
     pub(crate) version: watch::Sender<u64>,
     /// The keys of an ordered group.
     pub(crate) keys: Mutex<Keys>,
     /// Its number in this process: a group that is created anew gets another one.
     pub(crate) number: u64,
-    /// Notified when something was settled: a consumer may hold more.
+    /// Notified when a delivery was settled, because a consumer may then hold more.
     pub(crate) freed: Notify,
 }
 
@@ -121,7 +121,7 @@ impl Group {
         self.known.read().patterns.clone()
     }
 
-    /// Takes over a newer record. An older one, which was read before the newer one, is ignored.
+    /// Takes over a newer record, and ignores an older one.
     pub(crate) fn update(&self, record: Record, revision: u64) -> Result<()> {
         let patterns = record.patterns()?.into();
         {

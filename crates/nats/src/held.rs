@@ -1,8 +1,8 @@
-//! What this process holds: deliveries under a lease, and what it remembers of events that wait.
+//! What this process holds: deliveries under a lease, and notes about events that wait.
 //!
-//! The server knows neither failures nor attempts: it counts every hand-out. So a process remembers the
-//! failures of the events that it gave back, and which hand-outs were no attempt. A store beside the broker
-//! keeps failures beyond the process.
+//! The server knows neither failures nor attempts: it counts every delivery. So a process remembers the failures of
+//! the events that it gave back, and which deliveries were no attempts. A store beside the broker keeps failures when
+//! the process ends.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub(crate) type Key = (Shard, u64, u64);
 /// A delivery under a lease.
 #[derive(Clone)]
 pub(crate) struct Hold {
-    /// Differs for every hand-out.
+    /// Differs for every delivery.
     pub(crate) token: u64,
     pub(crate) consumer: u64,
     pub(crate) until: Instant,
@@ -30,7 +30,7 @@ pub(crate) struct Hold {
     pub(crate) failures: Vec<Failure>,
     pub(crate) group: Arc<Group>,
     pub(crate) stream: Arc<StreamHandle>,
-    /// The subject of its verdict.
+    /// The subject to which the verdict is sent.
     pub(crate) reply: Arc<str>,
 }
 
@@ -38,13 +38,13 @@ pub(crate) struct Hold {
 #[derive(Clone, Default)]
 pub(crate) struct Note {
     pub(crate) failures: Vec<Failure>,
-    /// Hand-outs that were no attempt.
+    /// Deliveries that were no attempts.
     pub(crate) uncounted: u32,
-    /// It waits until then.
+    /// The event waits until this time.
     pub(crate) due: Option<Instant>,
     /// Since when this process has found no handler for it.
     pub(crate) unhandled: Option<Instant>,
-    /// The latest change, so that notes of events that others finished do not stay for ever.
+    /// The latest change. Old notes are removed, because another process may have finished the event.
     changed: Option<Instant>,
 }
 
@@ -84,7 +84,7 @@ fn key_of(lease: &Lease) -> Key {
 }
 
 impl Held {
-    /// A delivery is handed out.
+    /// Records a delivery that is handed out.
     pub(crate) fn hold(&self, key: Key, hold: Hold) {
         let mut inner = self.inner.lock();
         inner.drop_hold(&key);
@@ -102,7 +102,7 @@ impl Held {
         (hold.token == lease.words()[1] && hold.until > Instant::now()).then(|| hold.clone())
     }
 
-    /// The lease was extended.
+    /// Records that the lease was extended.
     pub(crate) fn extend(&self, lease: &Lease) {
         let mut inner = self.inner.lock();
         if let Some(hold) = inner.holds.get_mut(&key_of(lease))
@@ -112,7 +112,7 @@ impl Held {
         }
     }
 
-    /// The delivery is settled.
+    /// Removes a delivery that was settled.
     pub(crate) fn free(&self, lease: &Lease) {
         let mut inner = self.inner.lock();
         let key = key_of(lease);
@@ -122,14 +122,13 @@ impl Held {
         }
     }
 
-    /// How many deliveries a consumer holds, and when the first of their leases ends. Leases that ended no
-    /// longer count.
+    /// How many deliveries a consumer holds. Leases that ended count until the next [`Self::sweep`].
     pub(crate) fn count(&self, consumer: u64) -> usize {
         let inner = self.inner.lock();
         inner.counts.get(&consumer).copied().unwrap_or_default()
     }
 
-    /// Forgets leases that ended, and says when the next one of this consumer does.
+    /// Forgets leases that ended. Returns when the next lease of this consumer ends.
     pub(crate) fn sweep(&self, consumer: u64) -> Option<Instant> {
         let mut inner = self.inner.lock();
         let now = Instant::now();
@@ -168,12 +167,12 @@ impl Held {
         change(note)
     }
 
-    /// The event is finished.
+    /// Forgets an event that is finished.
     pub(crate) fn forget(&self, key: &Key) {
         self.inner.lock().notes.remove(key);
     }
 
-    /// The group is removed.
+    /// Forgets a group that was removed.
     pub(crate) fn forget_group(&self, group: u64) {
         let mut inner = self.inner.lock();
         inner.notes.retain(|(_, of, _), _| *of != group);
@@ -184,7 +183,7 @@ impl Held {
         }
     }
 
-    /// How many unsettled events of a group and stream this process has, or gave back itself.
+    /// How many unsettled events of a group and stream this process holds, or gave back with a delay that still runs.
     pub(crate) fn of_group(&self, shard: Shard, group: u64) -> usize {
         let now = Instant::now();
         let inner = self.inner.lock();
@@ -196,8 +195,8 @@ impl Held {
         held.count() + inner.notes.iter().filter(waits).count()
     }
 
-    /// How many events of a group wait in a stream, as far as this process knows: all of them, and those
-    /// without a handler.
+    /// How many events of a group and stream this process gave back with a delay that still runs: all of them, and
+    /// those without a handler.
     pub(crate) fn waiting(&self, shard: Shard, group: u64) -> (u64, u64) {
         let now = Instant::now();
         let inner = self.inner.lock();

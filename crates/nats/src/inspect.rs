@@ -1,9 +1,10 @@
 //! The state of every group, from the server's counts.
 //!
-//! The server counts by stream and not by type, and does not tell an event that waits from one in flight:
-//! `waiting` has the events that this process gave back, and those of other processes count as in flight.
-//! `behind` is exact unless a pattern cannot be a filter; then it is an upper bound. `dropped` counts sequences
-//! between the last delivery and the first event that is left: what the group does not want is among them.
+//! The server counts by stream and not by type, and it does not distinguish an event that waits from one in flight.
+//! `waiting` counts the events that this process gave back; events that other processes gave back count as in flight.
+//! `behind` is exact if the filters of the consumer are the patterns of the group; otherwise it is an upper bound.
+//! `dropped` counts the sequences between the last delivery and the first event that is left, also those of events
+//! that the group does not want.
 
 use everbus_core::{Cursor, GroupInfo, GroupName, Lag, Position, Result, StreamLag, Timestamp};
 use futures_util::future::try_join_all;
@@ -89,8 +90,8 @@ impl Shared {
         Ok(Some(info))
     }
 
-    /// When the first event after the floor was received that the group may want. Events after the floor may be
-    /// settled, so it may be older than the oldest one.
+    /// The time of receipt of the first event after the ack floor that the group may want. That event may be settled
+    /// already, so the oldest unsettled event may be newer.
     async fn oldest(
         &self,
         stream: &StreamHandle,

@@ -25,9 +25,9 @@ use crate::streams;
 const MARKERS: Duration = Duration::from_secs(3600);
 const OPERATION: &str = "KV-Operation";
 const MARKER: &str = "Nats-Marker-Reason";
-/// A deletion that others overtake is tried again.
+/// The most attempts to delete a key while other clients change it.
 const TRIES: usize = 20;
-/// A watcher looks this often without being woken.
+/// How often a watcher reads the stream without being woken.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Whether a message is no value: the key was deleted, or its value expired.
@@ -50,7 +50,7 @@ impl Shared {
         }
     }
 
-    /// The last message of a key, also that of its deletion.
+    /// The last message of a key, which may be its deletion.
     async fn last(&self, bucket: &Bucket, key: &str) -> Result<Option<Stored>> {
         let which = Which {
             last_by_subj: Some(format!("{}{key}", bucket.prefix)),
@@ -88,7 +88,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Publishes a value or a deletion; `None` if the key has not the expected sequence.
+    /// Publishes a value or a deletion. Returns `None` if the last sequence of the key is not the expected one.
     async fn put_message(
         &self,
         bucket: &Bucket,
@@ -240,13 +240,13 @@ impl KeyValue for Nats {
 struct Watch {
     shared: Arc<Shared>,
     bucket: Bucket,
-    /// Any message here is a reason to look.
+    /// A message here wakes the watcher.
     woken: Subscriber,
-    /// What was gone before this is not told.
+    /// Keys that were deleted up to this sequence are not reported.
     begin: u64,
-    /// Read up to here.
+    /// The last sequence that was read.
     last: u64,
-    /// The revisions of the values that were told.
+    /// The revisions of the values that were reported.
     known: BTreeMap<String, u64>,
     changes: std::collections::VecDeque<KvChange>,
 }
@@ -284,7 +284,7 @@ impl Watch {
             if known.is_none() && stored.seq <= self.begin {
                 continue;
             }
-            // A value that expired has the revision it had.
+            // The change of an expired value has the revision of the value, not that of the marker.
             let expired = stored.headers.get(MARKER).is_some();
             let revision = known.filter(|_| expired).unwrap_or(stored.seq);
             self.changes.push_back(KvChange::new(key, None, revision));

@@ -23,21 +23,21 @@
 //!
 //! - The filters of a consumer only grow. After a subscription was removed, the server still sends its events,
 //!   and readers ack them: without a reader they count as `behind`.
-//! - The server has no compare-and-set for consumers. Two processes that change one consumer within milliseconds
-//!   (one its lease, the other its subscriptions) may leave it with the older filters. The first one puts the
-//!   others back; if it dies before, readers notice within seconds, create the consumer again from a place before
-//!   that, and events are repeated (`repair`).
+//! - The server has no compare-and-set for consumers. If two processes change one consumer within milliseconds
+//!   (one its lease, the other its filters), the new filters may be lost. The process that overwrote them puts them
+//!   back. If it dies before that, readers notice within seconds and create the consumer again from an earlier
+//!   sequence: some events are repeated (`repair`).
 //! - The lease of a group is the longest that one of its processes has asked for, also after that process is gone.
 //! - Subjects that a stream has and no table declares any more stay, because a newer version may have added them.
 //! - A group that is declared after a pattern moved to another stream does not get the older events of that
 //!   pattern, which are in the stream where the pattern was.
 //! - A message of another program whose headers are malformed (a line without a colon, bytes that are not UTF-8)
 //!   ends the connection of every client that gets it, and comes again: remove it from the stream
-//!   (`nats stream rmm`). Nothing is lost, and the groups of that stream stand until then.
-//! - Processes without a handler for an event give it back, and the server counts that: a store beside the engine
-//!   takes an event for one that kills its process only after 40 deliveries without an outcome.
+//!   (`nats stream rmm`). Until then the groups of that stream get no events; nothing is lost.
+//! - Processes without a handler for an event give it back, and the server counts each delivery. So a store beside the
+//!   engine treats an event as poison (it kills its process) only after 40 deliveries without an outcome.
 //! - A batch of more than 1,000 events is stored in parts of 1,000, each as a whole.
-//! - A stream that is removed and created again counts from one: its dead letters replace those of the old
+//! - A stream that is removed and created again begins at sequence 1: its dead letters replace those of the old
 //!   stream with the same sequence and group.
 
 mod api;

@@ -1,7 +1,7 @@
 //! Reading the streams without a group.
 //!
-//! Many messages at once come from any replica, which may be behind its leader. So the end of a stream is
-//! confirmed by its leader before a reader is told that it has come so far.
+//! Batches of messages come from any replica, which may be behind its leader. So the leader confirms the end of a
+//! stream before the cursor of a reader moves there.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,7 +47,7 @@ impl Shared {
         Ok(cursor)
     }
 
-    /// The declared streams; all that Everbus made if none are declared here.
+    /// The declared streams, or, if none are declared here, all streams that Everbus made.
     async fn readable(&self) -> Result<Vec<Arc<StreamHandle>>> {
         match self.known_table() {
             Some(table) => Ok(table.streams.clone()),
@@ -55,7 +55,8 @@ impl Shared {
         }
     }
 
-    /// Reads up to `limit` matching events of a stream after a sequence, and how far that was.
+    /// Reads up to `limit` matching events of a stream after a sequence. Also returns the last sequence that was
+    /// read.
     async fn read_stream(
         &self,
         stream: &StreamHandle,
@@ -104,9 +105,10 @@ impl Shared {
         Ok((found, reached))
     }
 
-    /// The place before the first event received at a time.
+    /// The sequence before the first event that was received at `time` or later.
     async fn before_time(&self, stream: &StreamHandle, time: Timestamp) -> Result<u64> {
-        // Publishers stamp an event shortly before the server does.
+        // Publishers stamp an event shortly before the server stores it, so the first events here may still be too
+        // early.
         let mut seq = self.seq_at(stream, time).await?;
         loop {
             let which = Which {

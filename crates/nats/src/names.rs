@@ -1,7 +1,7 @@
 //! Names on the server: subjects of event types, filters of patterns, names of consumers.
 //!
-//! A subject consists of tokens that are separated by dots, as a type is. What a token cannot contain (blanks,
-//! wildcards, nothing at all) is written with `%`, and read back.
+//! A subject consists of tokens that are separated by dots, as a type is. Characters that a token cannot contain
+//! (blanks, wildcards) and empty tokens are encoded with `%`, and decoded when they are read.
 //!
 //! | | declared streams | without declared streams |
 //! |---|---|---|
@@ -9,8 +9,8 @@
 //! | `system.dead_letter` | `system.dead_letter` | `events-system.dead_letter` |
 //! | `Task Done` | `Task%20Done` | `events.Task%20Done` |
 //!
-//! No stream may have all subjects of a server; so without declared streams all types are under a prefix. The
-//! system's own types have another one, because `*` leaves them out.
+//! No stream may have all subjects of a server. So without declared streams, all types have a prefix. The types of
+//! Everbus itself have another prefix, because the pattern `*` does not match them.
 
 use everbus_core::Pattern;
 use everbus_core::stream::dotted;
@@ -58,7 +58,7 @@ fn push_token(token: &str, out: &mut String) {
     }
 }
 
-/// The tokens of a type or pattern. Wildcards of a pattern stay.
+/// Encodes a type or a pattern as a subject. With `wildcards`, the wildcards of a pattern are kept.
 fn encode(text: &str, wildcards: bool) -> String {
     let mut out = String::with_capacity(text.len() + 8);
     for (index, token) in text.split('.').enumerate() {
@@ -114,7 +114,7 @@ pub(crate) fn subject(naming: Naming, event_type: &str) -> String {
     }
 }
 
-/// As [`encode`], after a prefix: a dollar sign is a character like any other.
+/// Like [`encode`], for text after a prefix: there a dollar sign is a character like any other.
 fn inner(text: &str, wildcards: bool) -> String {
     let mut out = encode(text, wildcards);
     if out.starts_with("%24") {
@@ -137,7 +137,8 @@ pub(crate) fn event_type(naming: Naming, subject: &str) -> String {
 /// The subjects that a pattern selects, or `None` if they cannot be told from its text.
 fn of_pattern(naming: Naming, pattern: &Pattern) -> Option<Vec<String>> {
     let text = pattern.as_str();
-    // The pattern of a stream has several patterns in its text, and that of a channel matches spellings.
+    // A pattern may match more than its text says: that of a stream joins several patterns, and that of a channel
+    // matches other spellings.
     if Pattern::new(text).ok().as_ref() != Some(pattern) {
         return None;
     }
@@ -171,7 +172,7 @@ pub(crate) fn filters<'a>(
     Some(union(&all, &[]))
 }
 
-/// The filters that select what either of two selects.
+/// Joins two lists of filters: the result selects what either of them selects.
 pub(crate) fn union(one: &[String], other: &[String]) -> Vec<String> {
     let mut all: Vec<String> = Vec::new();
     for filter in one.iter().chain(other) {
@@ -227,7 +228,7 @@ pub(crate) fn encoded(name: &str) -> String {
             }
         }
     }
-    // The server uses names as names of directories.
+    // The server uses these names as directory names, whose length is limited.
     if out.len() > 200 {
         let sum = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |sum, byte| {
             (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)

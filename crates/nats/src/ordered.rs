@@ -1,10 +1,10 @@
 //! Order by key: the next event of a key is handed out once the one before it is finished.
 //!
-//! The server delivers the messages of an ordered group to one process at a time (a *pinned* client). That
-//! process keeps the order: a message whose key is in use is parked here, under its lease.
+//! The server delivers the messages of an ordered group to one process at a time (a *pinned* client). That process
+//! keeps the order: a message whose key is in use is parked here, under its lease.
 //!
-//! A process that takes the group over from another one begins once nothing is unsettled that it does not have
-//! itself: events that the other one had are acked by then, or have come again.
+//! A process that takes over a group hands out no event with a key until it holds every unsettled event itself. By
+//! then, the events of the other process are acked, or were delivered to this process.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
@@ -20,12 +20,12 @@ pub(crate) struct Keys {
     parked: BTreeMap<(String, u64), Item>,
     /// How many readers of the group there are.
     readers: usize,
-    /// The streams whose messages this process gets. The server decides for each stream on its own.
+    /// The streams whose messages this process gets. The server pins a process for each stream separately.
     pins: HashMap<Shard, Pin>,
 }
 
 struct Pin {
-    /// The server's name for this process.
+    /// The pin id that the server gave to this process.
     id: String,
     /// Another process may still have events: nothing with a key is handed out.
     shut: bool,
@@ -34,7 +34,7 @@ struct Pin {
 struct Seen {
     /// Handed out, and neither settled nor given back.
     out: bool,
-    /// After this, another process has it.
+    /// After this time the event is forgotten here, because another process may have it.
     forget: Instant,
 }
 
@@ -68,8 +68,8 @@ impl Keys {
         true
     }
 
-    /// The server sends the messages of a stream elsewhere. What was parked comes to the other process once its
-    /// lease ends.
+    /// The server sends the messages of a stream to another process now. That process also gets the parked messages
+    /// once their leases end.
     pub(crate) fn unpinned(&mut self, shard: Shard) {
         self.pins.remove(&shard);
         self.by_key.retain(|(of, _), _| *of != shard);
@@ -92,7 +92,7 @@ impl Keys {
         }
     }
 
-    /// A message has come: it may be handed out, or it is parked.
+    /// Takes a message that has arrived. Returns it if it may be handed out; otherwise parks it.
     pub(crate) fn arrive(&mut self, item: Item) -> Option<Item> {
         let Some(key) = item.key() else {
             return Some(item);
@@ -114,7 +114,7 @@ impl Keys {
         None
     }
 
-    /// What was parked and may be handed out now.
+    /// Takes the parked messages that may be handed out now.
     pub(crate) fn ready(&mut self) -> Vec<Item> {
         let now = Instant::now();
         for of_key in self.by_key.values_mut() {
@@ -132,7 +132,7 @@ impl Keys {
         ready
     }
 
-    /// The leases of parked messages, to be kept.
+    /// Keeps all parked messages for longer. The caller extends their leases through the returned reply subjects.
     pub(crate) fn keep(&mut self, by: Duration) -> Vec<std::sync::Arc<str>> {
         let forget = Instant::now() + 2 * by;
         let mut replies = Vec::new();

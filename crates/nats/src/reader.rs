@@ -24,14 +24,14 @@ use crate::wire::{self, Around};
 
 /// The most messages that are sorted in one turn.
 const TURN: usize = 256;
-/// The first and the longest time that an event without a handler here is left to other processes. The server
-/// counts each time: in a day they stay below the count that a store takes for a poison event.
+/// The first and the longest time for which an event without a handler here is left to other processes. The server
+/// counts a delivery each time: within a day the count stays below that of a poison event.
 const LEFT_FIRST: Duration = Duration::from_secs(1);
 const LEFT_LONGEST: Duration = Duration::from_secs(3600);
 /// How often a reader looks at its group: while it has no stream to read, and later.
 const LOOK_FIRST: Duration = Duration::from_millis(300);
 const LOOK: Duration = Duration::from_secs(15);
-/// How often a process that takes over asks for one message beyond its room.
+/// How often a process that takes over an ordered group asks for one message more than it has room for.
 const EXTRA: Duration = Duration::from_millis(500);
 /// How often a process that takes over an ordered group asks whether it may begin.
 const TRY_OPEN: Duration = Duration::from_millis(100);
@@ -47,7 +47,7 @@ pub(crate) struct Item {
     /// When the server received it.
     pub(crate) stored_at: Timestamp,
     pub(crate) lease: Duration,
-    /// Why it is not of the stream's dialect.
+    /// Why the message is not of the stream's dialect, if it is not.
     pub(crate) foreign: Option<String>,
     /// No process has a handler for it.
     pub(crate) unhandled: bool,
@@ -79,7 +79,7 @@ pub(crate) struct Desk {
 
 pub(crate) struct DeskState {
     pub(crate) ready: VecDeque<Item>,
-    /// How many the last fetch wanted.
+    /// How many messages the last fetch wanted.
     pub(crate) want: usize,
     pub(crate) prefetch: usize,
     pub(crate) paused: bool,
@@ -312,8 +312,8 @@ impl Reader {
             && outstanding == 0
             && self.shared.link.is_connected()
         {
-            // The place is taken by parked messages, which wait for one that the other process had: the server
-            // sends that first once it is due. Now and then, as others come meanwhile.
+            // Parked messages take all the room. They wait for a message that the other process had, which the server
+            // sends first once it is due. The extra request is rare, because other messages may come instead.
             let now = Instant::now();
             if self.extra <= now {
                 self.extra = now + EXTRA;
@@ -344,7 +344,7 @@ impl Reader {
                 }
             }
         } else if outstanding == 0 {
-            // Less room than streams: one after another, briefly.
+            // There is less room than streams: asks one stream after another, each for a short time.
             self.next = (self.next + 1) % count;
             let pin = pins[self.next].take();
             self.sources[self.next]
@@ -355,7 +355,7 @@ impl Reader {
         Ok([until, deadline].into_iter().flatten().min())
     }
 
-    /// Sorts what has come.
+    /// Sorts the messages that have arrived.
     async fn sort(&mut self, messages: Vec<(usize, Option<Message>)>) -> Result<()> {
         let mut items = Vec::new();
         let mut gone = false;
@@ -410,7 +410,7 @@ impl Reader {
         self.follow().await
     }
 
-    /// Begins with the streams of an ordered group of which this process has everything that is unsettled.
+    /// Opens the streams of an ordered group of which this process holds every unsettled event.
     async fn try_open(&self) -> Result<()> {
         let (link, group) = (&self.shared.link, &self.group);
         for source in &self.sources {
@@ -479,10 +479,10 @@ impl Reader {
         let mut passes = !event.is_for(&group.name) || group.record().since.is_some_and(early);
         if !passes {
             let matches = || group.patterns().iter().any(|p| p.matches(event_type));
-            // What was handed out before is owed, also after its subscription was removed.
+            // An event that was delivered before is still owed to a handler, even if its subscription was removed.
             let owed = item.delivered > 1 && handles;
             if !owed && !matches() {
-                // Another process may have added a subscription. Without an answer the event is kept.
+                // Another process may have added a subscription. If the record cannot be read, the event is kept.
                 let known = self.shared.reload(group).await.is_ok();
                 passes = known && !matches();
             }
@@ -497,8 +497,8 @@ impl Reader {
         self.leave(item).await
     }
 
-    /// Leaves an event to processes that have a handler for it. After a long time without any it is a dead
-    /// letter, or handed out to be one.
+    /// Leaves an event to processes that have a handler for it. After a long time without a handler, it is
+    /// dead-lettered here, or handed out to be dead-lettered. Returns true if it is handed out.
     async fn leave(&self, item: &mut Item) -> bool {
         let shared = &self.shared;
         let key = shared.key(&self.group, item);
@@ -523,7 +523,7 @@ impl Reader {
             shared.no_handler(&self.group, item, self.number).await;
             return false;
         }
-        // The server's count is older than this process: a restart does not make the delays short again.
+        // The server's count survives this process: a restart does not make the delays short again.
         let delay = left_for(u64::from(times).max(item.delivered));
         shared
             .held
@@ -631,7 +631,7 @@ mod tests {
             times += 1;
             waited += left_for(times);
         }
-        // A store beside the engine draws the line at 40.
+        // A store beside the engine treats an event as poison after 40 deliveries.
         assert!(times < 39, "{times}");
         assert_eq!(left_for(1), Duration::from_secs(1));
         assert_eq!(left_for(4), Duration::from_secs(8));

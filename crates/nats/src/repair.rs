@@ -1,8 +1,9 @@
 //! Repairs consumers that lost filters.
 //!
-//! The server has no compare-and-set for consumers: a process that read one before another process widened it, and
-//! puts it afterwards, takes the new filters away. It puts them back itself, unless it dies before. What the consumer
-//! passed over meanwhile is delivered again from a place before that, with repetitions.
+//! The server has no compare-and-set for consumers. If one process reads a consumer, another process widens it, and
+//! then the first one writes it, the new filters are lost. The first process puts them back, unless it dies before
+//! that. Then the consumer is created again from an earlier sequence: the events that it skipped are delivered, and
+//! some other events are repeated.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,8 +19,8 @@ use crate::streams::StreamHandle;
 
 /// A process that has stored its subscriptions widens the consumers within this time.
 const SETTLE: Duration = Duration::from_secs(1);
-/// Filters of younger subscriptions may have been lost since they were added. Older ones were there: they were lost
-/// now, by a change that Everbus did not make.
+/// The filters of a younger subscription may be missing since it was added. Those of an older one were there before:
+/// they were lost just now, by a change that Everbus did not make.
 const YOUNG: Duration = Duration::from_secs(600);
 
 impl Shared {
@@ -41,7 +42,7 @@ impl Shared {
             let Some((mut record, revision)) = known else {
                 return Ok(());
             };
-            // In the record first: a reader that finds its consumer gone creates it by the record.
+            // The record is stored first: a reader that finds its consumer gone creates it from the record.
             record.starts.extend(lost.clone());
             let saved =
                 groups::save(&self.link, &self.space, &group.encoded, &record, revision).await?;
@@ -90,7 +91,7 @@ impl Shared {
     }
 }
 
-/// The subscriptions of which a consumer with these filters does not get everything.
+/// The subscriptions with events that a consumer with these filters does not get.
 fn missing<'a>(
     stream: &StreamHandle,
     record: &'a Record,

@@ -1,8 +1,7 @@
 //! Settling: the verdict of each delivery, in an order that loses nothing.
 //!
-//! Follow-ups first, then the dead letter and its notice, then the verdict. Each step may be repeated: follow-ups
-//! and notice have ids that a repetition chooses again, and a dead letter has a subject of its own, where a
-//! repetition replaces it.
+//! Follow-ups first, then the dead letter and its notice, then the verdict. Each step may be repeated: the repetition
+//! gives follow-ups and notice the same ids, and the dead letter the same subject, where it replaces the first one.
 
 use std::time::{Duration, Instant};
 
@@ -18,11 +17,11 @@ use crate::names;
 use crate::reader::nak;
 use crate::wire;
 
-/// The server may take this much for its own headers.
+/// Room for headers that the server adds.
 const SPARE: usize = 512;
-/// The server stores at most 64 KB of headers.
+/// The most bytes of a dead letter's headers; the server stores at most 64 KB.
 const HEADERS: usize = 60_000;
-/// The failures of a dead letter take at most this much of them.
+/// The most bytes of the failures among these headers.
 const FAILURES: usize = 32 * 1024;
 
 impl Shared {
@@ -85,7 +84,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The next event of the key may come, or this one again.
+    /// Frees the key: its next event may be handed out, or this one again.
     fn release_key(&self, hold: &Hold, after: Option<Duration>) {
         let Some(key) = hold.record.event.ordering_key() else {
             return;
@@ -107,7 +106,7 @@ impl Shared {
         self.link.ask(&hold.reply, None, body).await.map(drop)
     }
 
-    /// Appends the events of a verdict before the verdict.
+    /// Appends the events that belong to a verdict, before the verdict is sent.
     async fn append_first(&self, events: Vec<Event>) -> Result<()> {
         if events.is_empty() {
             return Ok(());
@@ -126,7 +125,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Stores the dead letter, then tells of it.
+    /// Stores the dead letter, then appends the notice about it.
     async fn bury(&self, hold: &Hold, failure: Option<Failure>) -> Result<()> {
         let (event, position) = (&hold.record.event, hold.record.position);
         // The event is given up because of recorded failures: this delivery was no attempt.
@@ -147,7 +146,7 @@ impl Shared {
             .space
             .dead_subject(&hold.stream.short, &hold.group.encoded, &seq);
         let headers = &mut written.headers;
-        // Not its own: the server would take a dead letter of another group for a repetition.
+        // Not the id of the event: the server would take the dead letter of another group for a repetition.
         headers.insert(wire::MESSAGE_ID, dead_id(hold, died_at));
         headers.insert("Everbus-Event", wire::message_id(event));
         headers.insert(
@@ -203,7 +202,7 @@ impl Shared {
     }
 }
 
-/// The same for a repetition, and another one when the event dies again.
+/// The id of a dead letter. A repetition has the same id; if the event dies again, its dead letter has another one.
 fn dead_id(hold: &Hold, died_at: Timestamp) -> String {
     let (group, position) = (&hold.group.encoded, hold.record.position);
     format!("dead {group} {position} {}", died_at.as_micros())

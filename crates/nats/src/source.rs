@@ -13,11 +13,11 @@ use crate::client::Link;
 use crate::groups::Group;
 use crate::streams::StreamHandle;
 
-/// How long the server keeps a request that finds nothing.
+/// How long the server keeps a pull request while there are no messages.
 const EXPIRES: Duration = Duration::from_secs(30);
-/// How often the server says that a request is still there.
+/// How often the server confirms that a request is still open.
 const HEARTBEAT: Duration = Duration::from_secs(2);
-/// Without a sign for this long, the request is taken for lost.
+/// If the server is silent for this long, the request counts as lost.
 const SILENCE: Duration = Duration::from_millis(4500);
 
 pub(crate) struct Source {
@@ -28,7 +28,7 @@ pub(crate) struct Source {
     /// How many messages the server may still send.
     outstanding: usize,
     heard: Instant,
-    /// The turn of the connection at the last request.
+    /// The value of [`Link::turns`] at the last request.
     turn: u64,
     number: u64,
     pin: Option<String>,
@@ -36,10 +36,10 @@ pub(crate) struct Source {
     not_before: Option<Instant>,
 }
 
-/// What a message without an event says.
+/// The meaning of a message without an event.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Status {
-    /// Nothing of interest.
+    /// Nothing to do.
     Alive,
     /// The consumer is gone, or no server answers for it.
     Gone,
@@ -73,7 +73,8 @@ impl Source {
         })
     }
 
-    /// How many messages may still come. A request is lost with its connection, and when the server is silent.
+    /// How many messages may still come. A request is lost if the connection breaks, the server is silent, or the pin
+    /// changes.
     pub(crate) fn outstanding(&mut self, turn: u64, pin: Option<&String>) -> usize {
         let lost = self.turn != turn || self.heard.elapsed() > SILENCE || self.pin.as_ref() != pin;
         if lost {
@@ -82,7 +83,7 @@ impl Source {
         self.outstanding
     }
 
-    /// When the silence becomes too long, if something is awaited.
+    /// When to look at this source again: the silence is too long, or the next request is allowed.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         let silence = (self.outstanding > 0).then(|| self.heard + SILENCE);
         [silence, self.not_before].into_iter().flatten().min()
@@ -140,7 +141,7 @@ impl Source {
     /// Notes a message that came: `None` if it has an event.
     pub(crate) fn note(&mut self, message: &Message) -> Option<Status> {
         self.heard = Instant::now();
-        // A publisher may have written a status line of its own: what has a place in the stream is an event.
+        // A publisher may have set a status itself: a message with a place in the stream is an event.
         let status = message.status.filter(|_| !is_event(message));
         let Some(status) = status.filter(|status| status.as_u16() != 200) else {
             self.outstanding = self.outstanding.saturating_sub(1);
@@ -206,7 +207,7 @@ fn is_event(message: &Message) -> bool {
     reply.is_some_and(|reply| place(reply.as_str()).is_some())
 }
 
-/// The place of a delivered message, from the subject of its verdict.
+/// The place of a delivered message, from its reply subject.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) delivered: u64,
@@ -215,8 +216,8 @@ pub(crate) struct Place {
     pub(crate) time: i64,
 }
 
-/// `$JS.ACK.stream.consumer.delivered.sequence.consumer sequence.time.pending`, or with domain and account
-/// before the stream.
+/// Reads a reply subject, `$JS.ACK.stream.consumer.delivered.sequence.consumer sequence.time.pending`, or the same
+/// with domain and account before the stream.
 pub(crate) fn place(reply: &str) -> Option<Place> {
     let tokens: Vec<&str> = reply.strip_prefix("$JS.ACK.")?.split('.').collect();
     let at = match tokens.len() {

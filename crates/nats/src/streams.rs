@@ -22,9 +22,9 @@ use ensure::Wanted;
 pub(crate) use ensure::{declare, declare_groups, made, raise_copies};
 pub(crate) use space::Space;
 
-/// The stream of everything, where none are declared.
+/// The single stream of a bus without declared streams.
 const SINGLE: &str = "EVERBUS";
-/// The metadata of streams that Everbus made.
+/// The metadata keys of streams that Everbus made.
 const DIALECT: &str = "everbus.dialect";
 const NAMING: &str = "everbus.naming";
 const SPACE: &str = "everbus.space";
@@ -72,7 +72,7 @@ impl StreamHandle {
         let wanted: Vec<&Pattern> = patterns.iter().filter(wanted).collect();
         let filters = names::filters(self.naming, wanted)?;
         let filters = filters.iter().map(|filter| self.subject(filter));
-        // Without a declaration its subjects say what belongs to it.
+        // If the types are not known, the subjects of the stream say what belongs to it.
         let reached = |filter: &String| {
             let subjects = &mut self.subjects.iter();
             self.types.is_some() || subjects.any(|subject| names::overlap(subject, filter))
@@ -103,9 +103,9 @@ fn reaches(pattern: &Pattern, types: &Pattern) -> bool {
 pub(crate) struct Table {
     pub(crate) routes: Streams,
     pub(crate) streams: Vec<Arc<StreamHandle>>,
-    /// The copies of the streams for groups, dead letters and values: as many as that of any event.
+    /// The number of replicas for groups, dead letters and values: the highest of all event streams.
     pub(crate) copies: u32,
-    /// The weaker durability of groups and dead letters.
+    /// The durability of groups or that of dead letters, whichever is weaker.
     own: Durability,
 }
 
@@ -219,7 +219,7 @@ pub(crate) async fn undeclared(
     handle(space, name, short, &info, None, None, options).map(Some)
 }
 
-/// The streams that Everbus made for this space, for a reader that declares none.
+/// The streams that Everbus made for this space, whether they are declared here or not.
 pub(crate) async fn discover(
     link: &Link,
     space: &Space,

@@ -1,6 +1,6 @@
 //! An event as a message, in the dialect of its stream.
 //!
-//! In the native dialect the body is the payload as it is. In another one it is a document of that dialect,
+//! In the native dialect the body is the payload as it is. In any other dialect it is a document of that dialect,
 //! so that a service without Everbus reads and writes the same subjects. The headers carry what a document
 //! has no place for:
 //!
@@ -47,7 +47,8 @@ impl Written {
     }
 }
 
-/// The id by which the server recognises a repetition: ids are unique for each tenant.
+/// The id by which the server recognises a repetition. It contains the tenant, because ids are unique only within
+/// one.
 pub(crate) fn message_id(event: &Event) -> String {
     match event.tenant() {
         None => event.id().to_string(),
@@ -206,8 +207,8 @@ fn of_others(
     }
 }
 
-/// The id of a message without an event's id: its own, or its place. The time is a part of the place, because a
-/// stream that is removed and created again counts from one.
+/// The event id of a message that names none: made from its message id, or else from its stream, sequence and time.
+/// The time is needed because a stream that is removed and created again begins at sequence 1.
 fn foreign_id(around: Around<'_>, message_id: Option<&str>) -> EventId {
     let place = || {
         let Around {
@@ -246,7 +247,8 @@ fn raw(
 /// Clocks of publishers that differ from the server's by more are not trusted.
 pub(crate) const SKEW: Duration = Duration::from_secs(5);
 
-/// The time of receipt where a time decides: the publisher's stamp, or the server's time if they disagree.
+/// The time of receipt where a time decides: the stamp of the publisher, or the server's time if the two differ by
+/// more than [`SKEW`].
 pub(crate) fn deciding_time(stamp: Timestamp, stored: Timestamp) -> Timestamp {
     let apart = stored.since(stamp).max(stamp.since(stored));
     if apart > SKEW { stored } else { stamp }

@@ -1,7 +1,7 @@
 //! Appending events to the log.
 //!
 //! Calls that wait at the same time share a transaction: one commit makes all of them durable. A call that
-//! must be refused is found out before anything is written.
+//! must be refused does not affect the others.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
@@ -21,7 +21,7 @@ const MOST_EVENTS: usize = 2000;
 const MOST_BYTES: usize = 4 << 20;
 /// Transactions that run at the same time: while one waits for the disk, the next is computed.
 const WRITERS: usize = 3;
-/// So long ids are looked up after one was published again.
+/// After an id was published again, ids are looked up before each insert for this long.
 const LATELY: Duration = Duration::from_secs(60);
 
 type Answers = Result<Vec<Result<Appended>>>;
@@ -56,7 +56,7 @@ impl Postgres {
         if events.is_empty() {
             return Ok(Vec::new());
         }
-        // Before it is queued: a statement is shared with the events of others.
+        // Checked before the call is queued: one statement inserts the events of several calls.
         events.iter().try_for_each(check_texts)?;
         let (reply, answer) = oneshot::channel();
         let sent = self.appends.send(Job { events, reply });
@@ -97,14 +97,15 @@ pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedRece
 impl Postgres {
     async fn append_jobs(&self, jobs: Vec<Job>) {
         if let Some(jobs) = self.append_shared(jobs).await {
-            // One of them cannot be stored. The others must not suffer from it.
+            // One of the calls cannot be stored. Each is tried alone, so that the others succeed.
             for job in jobs {
                 self.append_shared(vec![job]).await;
             }
         }
     }
 
-    /// Appends and answers. Calls that failed because of one of them come back without an answer.
+    /// Appends the events of these calls together and answers. If one call made all of them fail, returns the calls
+    /// without an answer.
     async fn append_shared(&self, jobs: Vec<Job>) -> Option<Vec<Job>> {
         let (events, replies): (Vec<_>, Vec<_>) =
             jobs.into_iter().map(|job| (job.events, job.reply)).unzip();
@@ -126,7 +127,7 @@ impl Postgres {
                 return Some(jobs.map(|(events, reply)| Job { events, reply }).collect());
             }
             Err(error) => {
-                // They may be stored nevertheless.
+                // The outcome may be unknown: the events may be stored.
                 self.bell.ring();
                 for reply in replies {
                     let _ = reply.send(Err(error.clone()));
@@ -136,11 +137,11 @@ impl Postgres {
         None
     }
 
-    /// Appends events whose ids are all new, with a single statement that is its own transaction: that is the
-    /// usual case. `None`: nothing was done, since an id is taken, or an event needs more than its row.
+    /// Appends events whose ids are all new, which is the usual case, with a single statement that is its own
+    /// transaction. `None`: nothing was done, because an id is taken or an event has its payload in an object store.
     ///
     /// Usually the unique index alone finds an id that is taken. The refused statement leaves a gap in the numbers and
-    /// rows to clean up, so after one refusal ids are looked up first for a while.
+    /// dead rows for vacuum, so after one refusal ids are looked up first for a while.
     async fn append_new(&self, batches: &[&[Event]]) -> Result<Option<Vec<Vec<Appended>>>> {
         let events: Vec<&Event> = batches.iter().flat_map(|batch| batch.iter()).collect();
         if events.iter().any(|event| event.overflow().is_some()) {
@@ -162,7 +163,7 @@ impl Postgres {
             Ok(inserted) => inserted,
             // An id is taken, or another transaction stored it at the same moment.
             Err(error) if error.code() == Code::Busy => None,
-            // Without an answer it is unknown whether it was committed.
+            // Without an answer it is unknown whether the statement was committed.
             Err(error) if error.code() == Code::Unavailable => {
                 return Err(error.with_unknown_outcome());
             }
@@ -184,14 +185,14 @@ impl Postgres {
     /// Appends batches in one transaction, each as a whole or not at all.
     async fn append_sets(&self, batches: &[&[Event]]) -> Result<Vec<Result<Vec<Appended>>>> {
         {
-            // Outside of the transaction, so that new types are known for good.
+            // Outside of the transaction, so that new types are not rolled back with it.
             let conn = self.pool.get().await?;
             let names = batches.iter().flat_map(|batch| batch.iter());
             let names: Vec<Arc<str>> = names.map(|e| e.type_arc().clone()).collect();
             self.types.intern(&*conn, &names, true).await?;
         }
         transaction!(self.pool, "publishing", |tx| {
-            // Refused before anything is written, so that they leave no gap in the numbers.
+            // Batches are refused before anything is written, so that they leave no gap in the numbers.
             let free = check_sets(self, tx, batches).await?;
             let taken = batches.iter().zip(&free).filter(|(_, free)| free.is_ok());
             let taken: Vec<&Event> = taken.flat_map(|(batch, _)| batch.iter()).collect();
@@ -208,8 +209,8 @@ impl Postgres {
     }
 }
 
-/// Whether a request of a shared transaction caused its failure, so that the others may succeed without it.
-/// Nothing was done.
+/// Whether the error was caused by one request of a shared transaction, so that the others may succeed without it.
+/// After this error nothing was done.
 pub(crate) fn is_of_one(error: &Error) -> bool {
     matches!(error.class(), Class::Caller | Class::Conflict)
 }
@@ -227,7 +228,7 @@ pub(crate) fn texts(event: &Event) -> [Option<&str>; 5] {
     ]
 }
 
-/// Refuses an event that no table can hold.
+/// Refuses an event with a zero character in one of these texts: PostgreSQL cannot store it.
 pub(crate) fn check_texts(event: &Event) -> Result<()> {
     if texts(event)
         .iter()
@@ -243,7 +244,8 @@ pub(crate) fn check_texts(event: &Event) -> Result<()> {
     Ok(())
 }
 
-/// An id that was free a moment ago: another publisher stored it meanwhile, so look again.
+/// Maps a reused id to a conflict: the id was free when it was checked, so another publisher stored it meanwhile, and
+/// the transaction has to run again.
 pub(crate) fn conflict(error: Error) -> Error {
     match error.code() {
         Code::IdReused => Error::new(Code::Busy, error.message()),
@@ -268,7 +270,7 @@ pub(crate) async fn append_in(
     append_received(engine, db, events, engine.now()).await
 }
 
-/// As [`append_in`], with the time of receipt.
+/// As [`append_in`], with a given time of receipt.
 pub(crate) async fn append_received(
     engine: &Postgres,
     db: &impl Sql,
@@ -293,7 +295,7 @@ pub(crate) async fn append_received(
         .collect()
 }
 
-/// One answer per event, after those whose ids were free were inserted.
+/// One answer per event. `inserted` has the events whose ids were free.
 async fn answer(
     engine: &Postgres,
     db: &impl Sql,
@@ -329,7 +331,7 @@ async fn answer(
             (None, _, Some(Some(first))) if first.event.same_body(event) => {
                 Ok(Appended::new(event.id(), first.position, first.received_at).as_duplicate())
             }
-            // It was there a moment ago, and was removed since.
+            // The id was taken at the insert, and its event was removed since.
             (None, _, None) => {
                 return Err(Error::new(
                     Code::Busy,
@@ -367,7 +369,7 @@ async fn with_ids(
     }
     let ids: Vec<uuid::Uuid> = events.iter().map(|event| event.id().as_uuid()).collect();
     let tenants: Vec<&str> = events.iter().map(|event| key_of(event).1).collect();
-    // Both columns of the unique index, so that the server knows without statistics how little it finds.
+    // Compared by tenant too: ids are unique per tenant.
     let sql = format!(
         "SELECT {RECORD}, log.tenant FROM unnest($1::uuid[], $2::text[]) AS x (id, tenant)
          JOIN everbus.log log ON log.id = x.id AND log.tenant = x.tenant"

@@ -1,4 +1,4 @@
-//! The verbs of a broker. The work is in the files of their roles.
+//! The methods of a broker. Their work is in the files of the roles.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -57,7 +57,7 @@ pub(crate) async fn bury(
     ))
 }
 
-/// Opens a dead letter, or opens it again, with all its attempts and failures. The first time stays.
+/// Opens a dead letter, or opens it again, with all its attempts and failures. `first_seen_at` stays as it was.
 pub(crate) async fn put(
     engine: &Postgres,
     db: &impl Sql,
@@ -119,7 +119,7 @@ pub(crate) async fn bury_damaged(
         "an event is dead-lettered"
     );
     let damage = Failure::new(attempt, now, FailureKind::Corrupt, error);
-    // One more than the real count: a failure that was not an attempt is subtracted again.
+    // One more than the real count: `Death::new` subtracts a last failure that was not an attempt.
     let death = Death::new(attempt + 1, failures, Some(damage), now);
     bury(engine, db, group, damaged.seq(), death).await
 }
@@ -131,7 +131,7 @@ pub(crate) async fn tell(engine: &Postgres, db: &impl Sql, notices: Vec<Event>) 
     }
     let sets: Vec<&[Event]> = notices.iter().map(std::slice::from_ref).collect();
     let free = check_sets(engine, db, &sets).await?;
-    // Already reported at the same time with another text: once is enough.
+    // A notice whose id is taken was reported before with another text: once is enough.
     let new = notices.iter().zip(free).filter(|(_, free)| free.is_ok());
     let new: Vec<&Event> = new.map(|(notice, _)| notice).collect();
     append_in(engine, db, &new).await.map(drop)

@@ -1,8 +1,8 @@
-//! A condition of a statement with its values, put together from what a filter asks for.
+//! The condition of a statement with its values, built from a filter.
 
 use crate::pool::Param;
 
-/// Terms that are all to hold, with their values.
+/// Terms that are joined by AND, with their values.
 #[derive(Default)]
 pub(crate) struct Condition {
     terms: Vec<String>,

@@ -16,13 +16,13 @@ use tokio_postgres::config::{SslMode, TargetSessionAttrs};
 /// | `sslrootcert` | those of the system | a PEM file with root certificates; needs `verify-full` |
 /// | `schema` | `everbus` | where the tables are |
 /// | `pool_size` | 10 | connections, besides one for notifications; effects use at most half of them |
-/// | `pooler` | | `transaction` if a pooler in transaction mode is between |
+/// | `pooler` | | `transaction` if the URL leads to a pooler in transaction mode |
 /// | `direct_url` | | the URL of the server behind the pooler, with its special characters encoded |
 ///
-/// Several hosts are separated by commas (`postgres://me@a:5432,b:5432/shop`): the one that takes writes is used,
-/// and after a failover the new one. Other settings are those of `tokio_postgres`, such as `connect_timeout` and
-/// `target_session_attrs` (`read-write` unless the URL says otherwise).
-/// Over a network that others share, use `verify-full`: the other modes can be read or changed on the way.
+/// Several hosts are separated by commas (`postgres://me@a:5432,b:5432/shop`): the one that takes writes is used, and
+/// after a failover the new one. Other settings are those of `tokio_postgres`, such as `connect_timeout` and
+/// `target_session_attrs` (`read-write` unless the URL says otherwise). Over a network that others share, use
+/// `verify-full`: with the other modes, traffic can be read or changed on the way.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The clock for due times, leases and ages.
@@ -34,7 +34,7 @@ pub struct Options {
     /// How long an engine must be gone before others take its work over. A shorter break of its connection
     /// changes nothing.
     pub owner_grace: Duration,
-    /// How often the log is read although no notification came.
+    /// How often the log is read if no notification comes.
     pub poll: Duration,
 }
 
@@ -73,9 +73,9 @@ pub(crate) struct Target {
     pub(crate) root_certificate: Option<String>,
     pub(crate) schema: String,
     pub(crate) pool_size: usize,
-    /// A pooler gives each transaction another connection.
+    /// Connections go through a pooler that may give each transaction another server connection.
     pub(crate) pooled: bool,
-    /// A connection of its own for notifications and for the lock of the owner, if it is not this one.
+    /// The server for the session (notifications and the lock of the owner), if it is not this one.
     pub(crate) direct: Option<Box<Target>>,
     /// The URL without its password, for messages.
     pub(crate) shown: String,
@@ -113,7 +113,8 @@ impl Target {
         };
         let mut ssl = SslMode::Prefer;
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
-            // Values are never shown: a URL within the URL has a password, and a stray & or = moves it.
+            // Errors never show values: `direct_url` has a password, and an unescaped & or = in it would move a part
+            // of the password into another setting.
             let (name, value) = pair
                 .split_once('=')
                 .ok_or_else(|| bad("a setting after the ? of the URL has no ="))?;

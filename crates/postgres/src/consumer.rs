@@ -1,5 +1,5 @@
-//! One consumer of a group. It claims what a fetch asks for, so a dropped future holds at most that, and the
-//! next fetch returns it. After a large fetch it claims as much again ahead.
+//! One consumer of a group. It claims as many events as a fetch asks for. So a dropped fetch leaves no more than these
+//! events claimed, and the next fetch returns them. After a large fetch it claims as many again in advance.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::Postgres;
 use crate::claim::{Asking, Looked};
 use crate::settle::give_back;
 
-/// After a fetch of so many events the next look begins at once, beside the work of the caller.
+/// After a fetch of this many events or more, the next look begins at once, while the caller works.
 const MANY: usize = 128;
 /// How soon to look again while a writer that has not ended holds events back.
 const HELD_BACK: Duration = Duration::from_millis(5);
 
-/// What the looks before say about the next one. A look that finds events is quicker if it expects them, and one that
-/// finds none writes to the server then.
+/// Whether the next look should expect events (`eager`), judged by the looks before. An eager look is quicker if there
+/// are events. If there are none, it locks the group, and so writes to the server, for nothing.
 #[derive(Default)]
 struct Outlook {
     /// The consumer was woken since the last look.
@@ -47,7 +47,7 @@ impl Outlook {
 pub(crate) struct PgConsumer {
     engine: Arc<Postgres>,
     asking: Asking,
-    /// Claimed, with the end of the lease, and not yet returned.
+    /// Events that are claimed and not yet returned, each with the end of its lease.
     mailbox: VecDeque<(Delivery, i64)>,
     /// A look under way. It goes on when the fetch that began it is dropped.
     running: Option<JoinHandle<Result<Looked>>>,
@@ -79,7 +79,7 @@ impl PgConsumer {
         }
     }
 
-    /// What was claimed before, under leases that are held.
+    /// Takes events that were claimed before. Leases that are more than half over are extended first.
     async fn take_from_mailbox(&mut self, max: usize) -> Result<Vec<Delivery>> {
         if self.mailbox.is_empty() {
             return Ok(Vec::new());
@@ -97,7 +97,7 @@ impl PgConsumer {
             let until = self.engine.now().plus(lease).as_micros();
             let extended = self.engine.extend_leases(&leases, lease).await?;
             let kept = std::mem::take(&mut self.mailbox).into_iter().zip(extended);
-            // Those whose lease was over come again as others do.
+            // Events whose lease has ended are dropped here. They are delivered again.
             let kept = kept.filter(|(_, answer)| answer.is_ok());
             self.mailbox = kept.map(|((delivery, _), _)| (delivery, until)).collect();
         }
@@ -119,7 +119,7 @@ impl PgConsumer {
         })
     }
 
-    /// Looks once. What it finds is in the mailbox then.
+    /// Looks once, and puts events into the mailbox. Returns the look if there were none.
     async fn look(&mut self, max: usize) -> Result<Option<Looked>> {
         let looked = self.begin_look(max).await;
         self.running = None;
@@ -148,7 +148,7 @@ impl PgConsumer {
         Some(runtime.spawn(async move {
             let leases: Vec<Lease> = mailbox.into_iter().map(|(d, _)| d.lease).collect();
             let mut given = give_back(&engine, &leases).await;
-            // A look begins only when nothing is on its way back, so nothing may be while it is waited for.
+            // A look waits until nothing is on its way back. Holding the guard while waiting for a look is a deadlock.
             drop(returning);
             if let Some(running) = running
                 && let Ok(Ok(looked)) = running.await
@@ -189,7 +189,7 @@ impl Consumer for PgConsumer {
                     }
                     return Ok(batch);
                 }
-                // Of what happened since an earlier look began this fetch heard nothing.
+                // A look that began before this fetch may have missed what happened since, so there is another one.
                 let began_earlier = self.running.is_some();
                 let Some(looked) = self.look(max).await? else {
                     continue;

@@ -49,7 +49,7 @@ impl Postgres {
         Ok(declared)
     }
 
-    /// Waits a moment until the end of the log is decided.
+    /// Waits until the end of the log is decided, up to [`PATIENCE`].
     async fn settle_horizon(&self) -> Result<End> {
         let began = tokio::time::Instant::now();
         loop {
@@ -130,7 +130,7 @@ async fn declare(
             .iter()
             .any(|s| !group.patterns.contains(&s.pattern));
     if changes {
-        // Subscriptions apply from here on: events that the group did not want are passed.
+        // New patterns apply to later events only, so the cursor first passes events that the group did not want.
         let end = engine.horizon.ask(tx).await?;
         group.cursor = caught_up(tx, &engine.types, &group, end.decided).await?;
         let sql = "UPDATE everbus.groups SET cursor = $2 WHERE id = $1 AND cursor < $2";

@@ -1,4 +1,4 @@
-//! How durable the server's answers are, by its own settings.
+//! How durable an acknowledged write is, by the settings of the server.
 
 use std::fmt;
 
@@ -24,7 +24,7 @@ impl fmt::Display for Grade {
     }
 }
 
-/// Reads the settings. They apply to this connection; one that changes them for its own session is not known.
+/// Reads the settings that apply to this connection. What other sessions set for themselves is not seen.
 pub(crate) async fn read(db: &impl Sql) -> Result<Grade> {
     let sql = "SELECT current_setting('fsync'), current_setting('synchronous_commit'),
                current_setting('full_page_writes'), current_setting('synchronous_standby_names')";

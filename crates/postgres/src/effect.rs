@@ -21,8 +21,8 @@ pub type Work = Box<
     dyn for<'a> FnOnce(&'a tokio_postgres::Transaction<'a>) -> BoxFuture<'a, EffectResult> + Send,
 >;
 
-/// What an effect for this engine gets: the place for its work, which is awaited on the transaction of the
-/// ack after the effect has returned.
+/// What an effect for this engine gets. The effect sets its work here. The engine runs the work in the transaction of
+/// the ack, after the effect has returned.
 #[derive(Default)]
 pub struct Slot(Mutex<Option<Work>>);
 
@@ -64,7 +64,7 @@ pub(crate) async fn run(tx: &Tx<'_>, effect: &Effect) -> Result<Vec<Event>> {
     };
     let before = transaction_id(tx).await?;
     let patience = tx.lend_out();
-    // Also a statement that waits for a lock ends in time, and not only when it gets it.
+    // This also ends a statement that waits for a lock.
     let limit = "SELECT set_config('statement_timeout', $1, true) WHERE current_setting('statement_timeout') = '0'";
     let millis = patience.as_millis().clamp(1, 2_000_000_000).to_string();
     tx.query("running an effect", limit, &[&millis]).await?;
@@ -86,10 +86,10 @@ pub(crate) async fn run(tx: &Tx<'_>, effect: &Effect) -> Result<Vec<Event>> {
         .hint("do slow work before the transaction, or raise the patience of the options"));
     };
     events.extend(ended(caught)?);
-    // Constraints that are checked at the commit are the effect's failure, not the engine's.
+    // Checks deferred constraints now, so that a violation is a failure of the effect and not of the commit.
     let checked = tx.batch_raw("SET CONSTRAINTS ALL IMMEDIATE").await?;
     checked.map_err(|e| failed(Box::new(e)))?;
-    // A statement that ended the transaction took the ack with it.
+    // If a statement of the effect ended the transaction, the ack would no longer belong to it.
     if transaction_id(tx).await.map_err(|e| failed(Box::new(e)))? != before {
         return Err(Error::new(
             Code::EffectFailed,
@@ -151,7 +151,7 @@ fn failed(cause: Box<dyn StdError + Send + Sync>) -> Error {
     Error::new(Code::EffectFailed, what).caused_by(Cause(cause))
 }
 
-/// A conflict with another transaction or a lost connection is not the fault of the effect: it runs again.
+/// A conflict with another transaction or a lost connection is not a failure of the effect: the effect runs again.
 fn passing(cause: &(dyn StdError + 'static)) -> Option<Error> {
     let mut next = Some(cause);
     while let Some(error) = next {

@@ -5,8 +5,8 @@ use std::fmt;
 use everbus_core::{Code, Error};
 use tokio_postgres::error::SqlState;
 
-/// An error of the server as a cause. The server's details are left out: they may have the values of a row, and so
-/// payloads.
+/// An error of the server as a cause. The server's details are left out: they may contain the values of a row, payloads
+/// included.
 pub(crate) struct Refused(pub(crate) tokio_postgres::Error);
 
 impl fmt::Display for Refused {
@@ -26,8 +26,8 @@ impl fmt::Debug for Refused {
 
 impl std::error::Error for Refused {}
 
-/// Whether an answer shows that the server behind a connection takes no writes any more, so that another one has to
-/// be looked for: it became a replica, or read-only. Prepared statements that a migration outdated count too.
+/// Whether the connection has to be replaced: its server became a replica or read-only, or a migration outdated its
+/// prepared statements.
 pub(crate) fn is_outdated(error: &tokio_postgres::Error) -> bool {
     let states = [
         &SqlState::READ_ONLY_SQL_TRANSACTION,
@@ -36,7 +36,8 @@ pub(crate) fn is_outdated(error: &tokio_postgres::Error) -> bool {
     error.code().is_some_and(|state| states.contains(&state))
 }
 
-/// Maps an error. `doing` says which step failed. Nothing was done, unless the caller says otherwise.
+/// Maps an error. `doing` says which step failed. The error says that nothing was done; a caller that does not know
+/// adds `with_unknown_outcome`.
 pub(crate) fn from_pg(doing: &str, error: tokio_postgres::Error) -> Error {
     let Some(db) = error.as_db_error() else {
         return from_client(doing, error);
@@ -54,7 +55,7 @@ pub(crate) fn from_pg(doing: &str, error: tokio_postgres::Error) -> Error {
     }
 }
 
-/// The code for a state that the server named, with what to do about it.
+/// The code and the hint for an SQLSTATE.
 fn classify(state: &SqlState) -> (Code, &'static str) {
     match *state {
         SqlState::T_R_SERIALIZATION_FAILURE
@@ -126,7 +127,7 @@ const UNAVAILABLE: &str =
 fn from_client(doing: &str, error: tokio_postgres::Error) -> Error {
     let cause = std::error::Error::source(&error).map(ToString::to_string);
     let text = error.to_string();
-    // By the words of the library, which has no kinds that could be asked for.
+    // Recognised by the text, because the client library has no kind for this error.
     if cause.as_deref() == Some("database does not allow writes") {
         let what = format!("{doing}: the server is a read replica or takes no writes");
         return Error::new(Code::ReadOnly, what)
@@ -156,7 +157,7 @@ pub(crate) fn too_slow(doing: &str, patience: std::time::Duration) -> Error {
     .hint(UNAVAILABLE)
 }
 
-/// Whether another transaction was in the way, so that the same one may be tried again at once.
+/// Whether the error is a conflict with another transaction, so that the same transaction may be tried again at once.
 pub(crate) fn is_conflict(error: &Error) -> bool {
     error.code() == Code::Busy
 }

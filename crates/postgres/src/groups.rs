@@ -21,7 +21,7 @@ pub(crate) struct Group {
     pub(crate) ordered: bool,
     pub(crate) cursor: u64,
     pub(crate) dropped_to: u64,
-    /// The owner that an ephemeral group goes with.
+    /// The owner of an ephemeral group, which is removed with its owner.
     pub(crate) owner: Option<i64>,
     pub(crate) patterns: Vec<Pattern>,
 }
@@ -51,7 +51,7 @@ impl Group {
             .collect()
     }
 
-    /// Whether it gets events whatever their address.
+    /// Whether the group gets events whatever their address.
     pub(crate) fn is_archive(&self) -> bool {
         self.name.as_str() == ARCHIVE
     }
@@ -190,7 +190,7 @@ pub(crate) async fn caught_up(
     Ok(before.min(decided))
 }
 
-/// What never changes of a group while it exists.
+/// Properties of a group that never change.
 #[derive(Debug)]
 pub(crate) struct Nature {
     pub(crate) name: GroupName,
@@ -219,7 +219,7 @@ impl Natures {
     }
 }
 
-/// The groups that this engine looks at often. Their patterns may have changed since.
+/// A cache of groups. The patterns of a group may have changed since it was read.
 #[derive(Default)]
 pub(crate) struct GroupCache(RwLock<HashMap<i64, Arc<Group>>>);
 

@@ -2,10 +2,10 @@
 //!
 //! Numbers of the log are given in the order of the calls, and transactions commit in any order. A reader
 //! that saw event 7 and remembered "up to 7" would never see event 6, whose transaction commits later. So
-//! readers go no further than the horizon: every number up to it is an event that all can see, or will never
-//! be one. The rule is in the function `everbus.horizon` of `sql/broker.sql`; here is what one engine knows
-//! already. It stays true for one run of the server: after a crash, numbers that were never committed are given
-//! again, and a standby that takes over may know less.
+//! readers go no further than the horizon: every number up to it is a committed event, or will never be one. The rule
+//! is in the function `everbus.horizon` of `sql/broker.sql`. This module keeps what one engine already knows. That
+//! stays true for one run of the server: after a crash, numbers that were never committed are given again, and a
+//! promoted standby may lack events.
 
 use std::sync::Arc;
 
@@ -18,17 +18,17 @@ use crate::rows::{Types, get, get_seq, to_sql};
 
 pub(crate) struct Horizon {
     seen: Mutex<Seen>,
-    /// Forgotten with the run of the server: a standby that takes over may give their numbers again.
+    /// Cleared when the run of the server changes: a promoted standby may give the numbers of types again.
     types: Arc<Types>,
 }
 
 #[derive(Clone, Default)]
 struct Seen {
     decided: u64,
-    /// Once these writers have ended, everything up to here is decided.
+    /// Once the writers in `holders` have ended, everything up to this number is decided.
     pending: u64,
     holders: Vec<String>,
-    /// The run of the server that this is about.
+    /// The run of the server that these values belong to.
     server: String,
 }
 
@@ -37,7 +37,7 @@ struct Seen {
 pub(crate) struct End {
     /// Readers may go up to here.
     pub(crate) decided: u64,
-    /// The newest number that was given to a writer. If it is higher, a writer has not ended.
+    /// The newest number that was given to a writer. If it is higher than `decided`, a writer has not ended.
     pub(crate) newest: u64,
 }
 

@@ -44,7 +44,7 @@ impl Inbox for Postgres {
 
     fn forget(&self, before: Timestamp) -> BoxFuture<'_, Result<u64>> {
         Box::pin(async move {
-            // Along the index of the events: one by time would cost every ack.
+            // Pages along the unique index: an index by time would slow down every ack.
             let next = "SELECT group_id, id, tenant FROM (
                           SELECT group_id, id, tenant FROM everbus.inbox
                           WHERE (group_id, id, tenant) > ($1, $2, $3)

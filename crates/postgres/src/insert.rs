@@ -9,19 +9,20 @@ use crate::append::{check_texts, key_of, texts};
 use crate::pool::{Conn, Param, Sql};
 use crate::rows::{NewRow, get, get_seq};
 
-/// What is known of the ids of new events.
+/// How an id that is taken is found.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ids {
-    /// Nothing. One that is taken fails the statement: [`Code::Busy`].
+    /// By the unique index: an id that is taken fails the statement with [`Code::Busy`].
     Unseen,
-    /// The statement looks them up first, and does nothing if one is taken. One that is taken at the same moment fails it.
+    /// The statement looks the ids up first, and does nothing if one is taken. An id that another transaction takes at
+    /// the same moment fails the statement.
     LookedUp,
 }
 
 /// Inserts events with new ids, and answers in their order. `None`: an id is taken, and nothing was done.
 ///
-/// Every array costs time for each row, so only the columns that differ between the events are sent as arrays, and those
-/// that no event has are not sent.
+/// Every array costs time for each row. So a type, version or tenant that all events share is sent as a single value,
+/// and an optional column that no event has is not sent.
 pub(crate) async fn insert_new(
     conn: &Conn,
     events: &[&Event],
@@ -33,7 +34,7 @@ pub(crate) async fn insert_new(
     for event in events {
         c.push(event, types)?;
     }
-    // The arrays: column, type and values. The elements are read in their order, so rows get their numbers in it.
+    // The arrays: column, type and values. `unnest` returns the elements in order, so rows get their numbers in order.
     let mut arrays: Vec<(&str, &str, &dyn Param)> = vec![
         ("occurred_at", "bigint", &c.occurred_at),
         ("checksum", "integer", &c.checksums),
@@ -110,7 +111,7 @@ fn new_rows(
     for (index, (name, _)) in singles.iter().enumerate() {
         columns.push(*name);
         values.push(match *name {
-            // The last time of receipt is never undercut, whatever the clock does.
+            // Times of receipt never decrease, even if the clock is set back.
             "received_at" => "greatest($1, (SELECT l.received_at FROM everbus.log l ORDER BY l.seq DESC LIMIT 1))".to_owned(),
             _ => format!("${}", index + 1),
         });
@@ -140,10 +141,8 @@ fn new_rows(
     )
 }
 
-/// Inserts events whose ids are free. An id that is taken is left out before it takes a number; only one that
-/// is taken at the same moment leaves a gap.
-///
-/// Each has its time of receipt. Returns the events that were inserted.
+/// Inserts the events whose ids are free, each with its time of receipt, and returns them. An event whose id is taken
+/// is left out before it takes a number; only an id that another transaction takes at the same moment leaves a gap.
 pub(crate) async fn insert<'e>(
     db: &impl Sql,
     events: &[&'e Event],
@@ -160,7 +159,7 @@ pub(crate) async fn insert<'e>(
             times.push(*at);
         }
     }
-    // The last time of receipt is never undercut, whatever the clock does.
+    // Times of receipt never decrease, even if the clock is set back.
     let sql =
         "INSERT INTO everbus.log (received_at, occurred_at, expires_at, type, version, checksum, id,
                  tenant, app, entity_type, entity_id, address, attrs, payload)

@@ -75,8 +75,8 @@ impl Postgres {
             }
             add(get(&row, 0)?, lag);
         }
-        // The order makes the server begin with the claims. While many of them are gone and not cleaned up it expects
-        // many, and would look for claims with each event of the log.
+        // The ORDER BY makes the planner begin with the claims. Without it, and with many dead rows in `claims`, it
+        // expects many claims, and looks for claims of each event of the log.
         let sql = "SELECT l.type, count(*), min(l.received_at) FROM everbus.claims c
                    CROSS JOIN LATERAL (SELECT l.type, l.received_at FROM everbus.log l
                      WHERE l.seq BETWEEN c.lo AND c.hi AND NOT c.done @> l.seq ORDER BY l.seq) l
@@ -144,7 +144,7 @@ impl Postgres {
         let mut types = Types::new();
         for row in &rows {
             let id: i32 = get(row, 0)?;
-            // A type that came since the names were read.
+            // Leaves out a type that was added after the names were read.
             if !self.types.name(id).is_some_and(|name| group.wants(&name)) {
                 continue;
             }

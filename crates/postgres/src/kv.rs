@@ -1,8 +1,8 @@
 //! Values by key, in the table `kv`.
 //!
-//! Revisions are counted for each bucket, in a row that every change locks: they commit in their order, and a
-//! watcher that has seen one has seen those before it. A watcher looks after each wake-up of the engine, at the
-//! end of the next value's time, and otherwise at the pace of the poll.
+//! Revisions are counted for each bucket, in a row that every change locks. So revisions commit in order, and a
+//! watcher that has seen one has seen all before it. A watcher looks after each wake-up of the engine, and otherwise
+//! every [`POLL`] while a value will expire, or at the pace of the poll of the options.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -26,7 +26,7 @@ const ABANDONED: &str = "the bus was shut down before the handler finished";
 enum Ended {
     /// Their time is over.
     Expired,
-    /// Their owner is dead; whether it had a single event in flight.
+    /// Their owner is dead. `alone`: it had only one event in flight.
     Dead { owner: i64, alone: bool },
     /// Their owner closes in order.
     Left { owner: i64 },
@@ -41,7 +41,7 @@ impl Ended {
         }
     }
 
-    /// The condition, with the value for `$2`. An expired lease proves nothing against its event.
+    /// The condition, with the value for `$2`.
     fn which(self, now: i64) -> (&'static str, i64) {
         match self {
             Self::Expired => ("until <= $2", now),
@@ -49,6 +49,7 @@ impl Ended {
         }
     }
 
+    /// An expired lease does not prove that the event killed its process, so `alone` is not set for it.
     fn failure(self, attempt: u32, at: Timestamp) -> Failure {
         let mut failure = Failure::new(attempt, at, FailureKind::Crash, self.text());
         failure.alone = matches!(self, Self::Dead { alone: true, .. });
@@ -156,7 +157,7 @@ impl Postgres {
             if tx.first(doing, sql, &[&owner]).await?.is_none() {
                 return Ok(());
             }
-            // Two engines may have seen the same; the lock tells whether the owner is back.
+            // If the owner is back, it holds its lock.
             let sql = "SELECT pg_try_advisory_xact_lock(everbus.owner_key($1))";
             if !get::<bool>(&tx.one(doing, sql, &[&owner]).await?, 0)? {
                 return Ok(());
@@ -267,7 +268,7 @@ async fn extend(
             tx.execute(doing, sql, &[&token, &until]).await?;
             continue;
         }
-        // Some events of the claim go on, others do not: those that do get rows of their own.
+        // Only some events of the claim are extended. These get rows of their own.
         let seqs: Vec<i64> = distinct.iter().map(|seq| to_sql(*seq)).collect();
         let sql = "INSERT INTO everbus.deliveries
                      (group_id, seq, state, due, attempt, type, owner, token, until, updated_at)

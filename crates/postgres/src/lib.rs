@@ -2,34 +2,34 @@
 //!
 //! | here | there |
 //! |---|---|
-//! | the log | table `log`, numbered by a sequence; readers stay below the *horizon* (`horizon.rs`), because numbers do not come in the order of the commits |
-//! | a group | a row of `groups` with its cursor; `FOR UPDATE` on it is the lock of everything that hands out |
-//! | a claim | a row of `claims`: a range of the log, and a multirange of what in it is done. Its commit does not wait for the disk: a claim that a crash of the server undoes is made again |
-//! | new events, and acks of first attempts | one call of a function each (`sql/claim.sql`); everything rarer is a longer transaction |
+//! | the log | table `log`, numbered by a sequence; readers go no further than the *horizon* (`horizon.rs`), because transactions do not commit in the order of their numbers |
+//! | a group | a row of `groups` with its cursor; a transaction that hands out events locks this row (`FOR UPDATE`) |
+//! | a claim | a row of `claims`: a range of the log, and a multirange of the positions in it that are done. Its commit does not wait for the disk: after a crash that undoes a claim, the events are claimed again |
+//! | new events, and acks of first attempts | one function call each (`sql/claim.sql`); rarer cases take a longer transaction |
 //! | a retry, a released or redelivered event | a row of `deliveries` |
 //! | a lease | the number of the group and a random token, compared in the transaction that settles |
-//! | an owner | an advisory lock on a session of its own; when the process dies, the server frees it |
+//! | an owner (an engine that consumes) | an advisory lock on a session of its own; when the process dies, the server frees the lock |
 //! | a wake-up | `NOTIFY`, as a hint, if another engine listens; the log is also polled |
 //! | a batch | one transaction with arrays (`unnest`); calls that wait at the same time share it |
 //!
 //! Times come from the clock of the engine and are stored as microseconds. Through a pooler in transaction
-//! mode (`pooler=transaction`) everything works but what belongs to a session: name the server behind it as
-//! `direct_url` to have notifications, ephemeral groups, and dead engines noticed before their leases end.
+//! mode (`pooler=transaction`), everything works that needs no session. Notifications, ephemeral groups, and
+//! noticing a dead engine before its leases end need one: give the URL of the server behind the pooler as `direct_url`.
 //!
-//! A server that recovers from a crash, and a standby that is promoted, may give numbers again that were
-//! never committed there. `horizon.rs` notices the other run and forgets what it knew, the names of types too. A limit:
-//! through a pooler without `direct_url`, an engine that only publishes does not look at the log. After the
-//! promotion of an asynchronous standby that had not received the names of its types, its events are taken for
-//! damaged and dead-lettered until it is opened again.
+//! After a crash of the server or the promotion of a standby, the server may give out numbers again that were never
+//! committed there. `horizon.rs` notices the new run of the server and forgets what it knew, the names of types
+//! included. A limit: through a pooler without `direct_url`, an engine that only publishes does not ask the horizon.
+//! If an asynchronous standby is promoted that had not received the names of this engine's types, the events of the
+//! engine are taken for damaged and dead-lettered until the engine is opened again.
 //!
-//! Limits: the attempt of a first delivery is durable with the claim, whose commit does not wait for the disk. An event
-//! whose handler takes the machine of the database down within that time (about 0.6 s by default) is handed out as
-//! attempt 1 again. Leases are compared by the clocks of the engines: those of workers must not differ by more than a
-//! part of a lease, or events are handed out twice.
+//! Limits: the attempt of a first delivery becomes durable with its claim, whose commit does not wait for the disk. If
+//! a handler takes down the machine of the database within that time (about 0.6 s by default), its event is handed out
+//! as attempt 1 again. Leases are compared by the clocks of the engines: the clocks of workers must not differ by more
+//! than a part of a lease, or events are handed out twice.
 //!
 //! An ordered group sets up to 200,000 events aside behind retries of their keys; with more, the
-//! events of other keys wait too. An effect has as long as [`Options::patience`]. Through a pooler in
-//! transaction mode, settings and locks of the session that an effect leaves stay on the pooler's connection.
+//! events of other keys wait too. An effect may take as long as [`Options::patience`]. Through a pooler in
+//! transaction mode, session settings and locks that an effect leaves behind stay on the pooler's connection.
 
 mod append;
 mod audit;
@@ -98,7 +98,7 @@ use crate::rows::Types;
 use crate::seats::{Returning, Seats};
 use crate::session::{Bell, Session};
 
-/// The engine. This one type implements everything it offers; the traits are in the files of their roles.
+/// The engine. This type implements most of the traits that the engine offers, each in the file of its role.
 pub(crate) struct Postgres {
     pub(crate) pool: Pool,
     pub(crate) clock: Arc<dyn Clock>,
@@ -198,7 +198,7 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
         }
     }));
     {
-        // Needed inside of transactions, where a new name could be rolled back.
+        // Dead letters are reported inside of transactions, where a new type could be rolled back. So it is added here.
         let conn = engine.pool.get().await?;
         let notice: Arc<str> = everbus_core::DEAD_LETTER_EVENT.into();
         engine.types.intern(&*conn, [&notice], true).await?;
@@ -207,7 +207,7 @@ pub async fn open(url: &str, options: Options) -> Result<Engine> {
     Ok(wire(engine))
 }
 
-/// What the engine offers.
+/// Lists the traits that the engine offers.
 fn wire(engine: Arc<Postgres>) -> Engine {
     Engine {
         log: Some(engine.clone()),
@@ -231,7 +231,7 @@ fn wire(engine: Arc<Postgres>) -> Engine {
     }
 }
 
-/// Refuses servers on which nothing could be stored.
+/// Refuses a read replica and a version of the server that is too old.
 async fn check_server(conn: &Pooled) -> Result<()> {
     let sql = "SELECT pg_is_in_recovery(), current_setting('server_version_num')::integer,
                current_setting('server_version')";
@@ -251,7 +251,7 @@ async fn check_server(conn: &Pooled) -> Result<()> {
     Ok(())
 }
 
-/// Takes over from engines that are gone, while this one consumes.
+/// Takes over the work of dead engines, as long as this engine has consumers.
 async fn watch_owners(engine: Weak<Postgres>) {
     loop {
         let Some(strong) = engine.upgrade() else {

@@ -80,7 +80,7 @@ impl Log for Postgres {
                     }
                     end
                 };
-                // A writer that has not ended may have no more to say than its end.
+                // A writer that has not ended may roll back, which sends no notification. So look again soon.
                 let pause = match end.newest > end.decided {
                     true => Duration::from_millis(20),
                     false => self.options.poll,
@@ -91,8 +91,9 @@ impl Log for Postgres {
     }
 }
 
-/// The last event up to a place. A reader keeps its cursor elsewhere, so it goes no further: numbers beyond that
-/// were rolled back, and a server that crashes before the next commit gives them again.
+/// The position of the last event up to `upto`. A reader keeps its cursor elsewhere, so the cursor must not go beyond
+/// this event: the numbers after it were rolled back, and a server that crashes before the next commit gives them
+/// again.
 async fn last_event(db: &Conn, upto: u64) -> Result<u64> {
     let sql = "SELECT coalesce(max(seq), 0) FROM everbus.log WHERE seq <= $1";
     let row = db
@@ -111,7 +112,7 @@ impl Postgres {
         limit: usize,
     ) -> Result<(Vec<Arc<Recorded>>, u64)> {
         let doing = "reading the log";
-        // After the end was asked for: every event up to there has a type that is there too.
+        // Read after the horizon, so that the types of all events up to the horizon are known.
         let all = self.types.learn_all(db).await?;
         let matching = |name: &str| patterns.iter().any(|pattern| pattern.matches(name));
         let wanted = all.iter().filter(|(_, name)| matching(name));
@@ -158,7 +159,7 @@ impl Postgres {
         Ok((found.collect(), searched))
     }
 
-    /// The place after which a reader begins. `head` is how far the log is decided.
+    /// The cursor for `from`: reading after it yields the first matching event. `head` is how far the log is decided.
     pub(crate) async fn resolve_start(
         &self,
         db: &impl Sql,
@@ -220,7 +221,7 @@ impl Lookup for Postgres {
     }
 }
 
-/// What every group has of one event, in one snapshot.
+/// The state of one event in every group, in one snapshot.
 const STATES: &str = "SELECT g.name, g.cursor,
     dead.attempts, dead.failures, dead.seq IS NOT NULL AND dead.retried_at IS NULL,
     w.state, w.due, w.attempt, w.failures,

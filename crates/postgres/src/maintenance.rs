@@ -93,7 +93,7 @@ impl Maintenance for Postgres {
     }
 }
 
-/// The value of a key, locked until the end of the transaction. A missing one is made empty.
+/// The value of a key in `meta`, locked until the end of the transaction. A missing key is added with an empty value.
 async fn lock_meta(db: &impl Sql, key: &str) -> Result<String> {
     let doing = "reading what the schema says of itself";
     let sql = "INSERT INTO everbus.meta (key, value) VALUES ($1, '') ON CONFLICT DO NOTHING";

@@ -57,7 +57,7 @@ struct Notes<'a> {
 }
 
 impl<'a> Notes<'a> {
-    /// In the order of the key, and each once: two that write the same notes wait for each other.
+    /// Sorted by key, each key once: two transactions that write the same notes wait for each other without a deadlock.
     fn of(orphans: &'a [Orphan]) -> Self {
         let mut sorted: Vec<&Orphan> = orphans.iter().collect();
         sorted.sort_by(|a, b| (&a.bucket, &a.key).cmp(&(&b.bucket, &b.key)));

@@ -1,4 +1,4 @@
-//! Payload stages, rows beside the log, one for each stored stage of an event.
+//! Payload stages: a row beside the log for each stored stage of an event.
 //!
 //! The columns are those of the specification. A stage belongs to its event by id and tenant.
 
@@ -23,7 +23,7 @@ pub(crate) fn tenant_of(event: &EventKey) -> String {
     storable(event.tenant.as_deref().unwrap_or_default())
 }
 
-/// Stores a stage. If `known`, only of an event that is in the log; returns whether it was stored.
+/// Stores a stage, with `known` only if its event is in the log. Returns whether it was stored.
 pub(crate) async fn store_stage(
     db: &impl Sql,
     event: &EventKey,

@@ -34,11 +34,11 @@ const FIRST_PAUSE: Duration = Duration::from_millis(25);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 /// Prepared statements that a connection keeps.
 const MOST_STATEMENTS: usize = 300;
-/// How often a transaction is tried.
+/// How often a transaction is tried at most.
 const MOST_TRIES: u32 = 12;
 
 /// Statements on a connection, inside a transaction or outside of one. Statements whose futures are polled
-/// together are sent together.
+/// concurrently are pipelined.
 pub(crate) trait Sql: Sync {
     fn client(&self) -> &Client;
     fn kept(&self) -> &Kept;
@@ -121,7 +121,7 @@ pub(crate) trait Sql: Sync {
     }
 }
 
-/// Reads all rows: what is done, the statement and its values.
+/// Reads all rows. The tuple has what is being done (for errors), the statement and its values.
 async fn query_with(
     client: &Client,
     kept: &Kept,
@@ -152,30 +152,31 @@ pub(crate) struct Kept {
     patience: Duration,
     /// `None`: through a pooler each transaction has another connection, which knows no statements.
     statements: Option<Mutex<HashMap<Box<str>, Statement>>>,
-    /// An answer did not come, so that the next answer might be that one, or the server takes no writes any more.
+    /// The connection must not be used again: an answer did not come in time, or the server takes no writes any more.
     broken: AtomicBool,
-    /// The session keeps plans.
+    /// The session is set to [`Plans::Kept`].
     keeps_plans: AtomicBool,
-    /// Statements of a handler ran on it, which may have left settings, roles or locks.
+    /// Statements of an effect ran on the connection. They may have left settings, roles or locks.
     lent_out: AtomicBool,
 }
 
-/// Undoes what statements of an effect may have left on a connection, but for prepared statements.
+/// Undoes what statements of an effect may have left on a connection, except prepared statements.
 const CLEAN: &str = "CLOSE ALL; SET SESSION AUTHORIZATION DEFAULT; RESET ALL; UNLISTEN *;
     SELECT pg_catalog.pg_advisory_unlock_all(); DISCARD TEMP; DISCARD SEQUENCES;";
 
-/// Settings of every session that is not a pooler's. A plan that was made while a table was small would be kept
-/// when it is large. Compiling a statement takes longer than running any of ours. Statements outside of
-/// transactions must see what was committed before them, whatever the default of the database is.
+/// Settings of every connection that does not go through a pooler. Custom plans: a generic plan that was made for a
+/// small table would still be used when the table is large. No JIT: compiling takes longer than running any of our
+/// statements. Read committed: a statement outside of transactions must see what was committed before it, whatever the
+/// default of the database is.
 const SETTINGS: &str = "SET plan_cache_mode = force_custom_plan; SET jit = off;
     SET default_transaction_isolation = 'read committed'";
 
 /// How the server plans the statements of a session.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Plans {
-    /// Each time, with the values and the sizes of that time.
+    /// Each execution is planned, with its values and the current sizes of the tables.
     Custom,
-    /// Once. For the statements of every event, whose plans depend on no size.
+    /// A statement is planned once. For the frequent statements, whose best plan does not depend on table sizes.
     Kept,
 }
 
@@ -183,7 +184,7 @@ const MAKE_PLANS: &str = "SET plan_cache_mode = force_custom_plan";
 const KEEP_PLANS: &str = "SET plan_cache_mode = force_generic_plan";
 
 impl Kept {
-    /// Makes the session plan like this. Outside of transactions: one that is rolled back would undo it.
+    /// Sets how the session plans statements. Call it outside of transactions: a rollback would undo the setting.
     async fn plan(&self, client: &Client, plans: Plans) -> Result<(), tokio_postgres::Error> {
         let keep = plans == Plans::Kept;
         if self.statements.is_none() || self.keeps_plans.swap(keep, Ordering::Relaxed) == keep {
@@ -251,7 +252,7 @@ pub(crate) fn in_schema(sql: &str, schema: &str) -> String {
     sql.replace("everbus.", &format!("{schema}."))
 }
 
-/// What connections are used for, so that the plans of each use are made on few of them.
+/// What a connection is used for. Each use keeps to the same few connections, so that few of them make its plans.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
     Any,
@@ -284,8 +285,8 @@ impl Conn {
         }
     }
 
-    /// Begins a transaction. Each statement sees what was committed before it, whatever the default of the
-    /// database is: after a lock or the horizon, the next statement must see the events up to there.
+    /// Begins a transaction. Each statement sees what was committed before it, whatever the default of the database is:
+    /// after a wait for a lock, or after the horizon was read, the next statement must see all events up to then.
     pub(crate) async fn begin(&mut self, doing: &str) -> Result<Tx<'_>> {
         let planned = self.kept.plan(&self.client, Plans::Custom);
         self.kept.answer(doing, planned).await?;
@@ -351,7 +352,7 @@ impl<'a> Tx<'a> {
         })
     }
 
-    /// Notes that statements of an effect will run on it. Returns how long they may take.
+    /// Notes that statements of an effect will run in this transaction. Returns how long they may take.
     pub(crate) fn lend_out(&self) -> Duration {
         self.kept.lent_out.store(true, Ordering::Relaxed);
         self.kept.patience
@@ -387,7 +388,7 @@ impl Sql for Tx<'_> {
     }
 }
 
-/// Opens a connection. Its messages are driven by a task that ends with it.
+/// Opens a connection. A task reads its messages until the connection ends; see [`drive`] for the receiver.
 pub(crate) async fn connect(
     target: &Target,
     patience: Duration,
@@ -428,7 +429,7 @@ pub(crate) async fn connect(
     Ok((conn, notifications))
 }
 
-/// Reads the messages of a connection until it ends. Of each notification it passes on whose process sent it.
+/// Reads the messages of a connection until it ends. Passes on the process id of the sender of each notification.
 fn drive<S, T>(
     mut connection: tokio_postgres::Connection<S, T>,
     notified: tokio::sync::mpsc::UnboundedSender<i32>,
@@ -457,7 +458,7 @@ pub(crate) struct Pool {
     idle: Arc<Mutex<Vec<Conn>>>,
     places: Arc<Semaphore>,
     closed: Arc<AtomicBool>,
-    /// A server that takes writes was there once.
+    /// The pool was connected to a primary before.
     found_primary: AtomicBool,
 }
 
@@ -477,12 +478,12 @@ impl Pool {
         &self.target
     }
 
-    /// A connection. While the server is not there, it waits and tries again.
+    /// A connection. While the server cannot be reached, tries again until the patience is over.
     pub(crate) async fn get(&self) -> Result<Pooled> {
         self.get_for(Role::Any).await
     }
 
-    /// A connection, if possible one that was used for the same before.
+    /// A connection, if possible one that had the same role before.
     pub(crate) async fn get_for(&self, role: Role) -> Result<Pooled> {
         let began = Instant::now();
         let waiting = self.places.clone().acquire_owned();
@@ -523,7 +524,7 @@ impl Pool {
         }
     }
 
-    /// The idle connection that was used last for this, or for anything. Else the one that was idle for longest.
+    /// The idle connection that was used last in this role, else in [`Role::Any`], else the one that was idle longest.
     fn take_idle(&self, role: Role) -> Option<Conn> {
         let mut idle = self.idle.lock();
         let last = |wanted: Role| idle.iter().rposition(|conn| conn.role == wanted);
@@ -538,7 +539,8 @@ impl Pool {
         Some(conn)
     }
 
-    /// A pool that had a primary waits for the next one while there are only replicas.
+    /// Turns the error of a replica into one that may be repeated, if the pool had a primary: it waits for the next
+    /// one.
     fn while_failing_over(&self, error: Error) -> Error {
         if error.code() != Code::ReadOnly || !self.found_primary.load(Ordering::Relaxed) {
             return error;
@@ -598,7 +600,8 @@ impl Drop for Pooled {
                 self.idle.lock().push(conn);
                 return;
             }
-            // Through a pooler the session belongs to the pooler. Without a runtime it is closed.
+            // Through a pooler the session belongs to the pooler, and is not cleaned. Without a runtime the connection
+            // cannot be cleaned, so it is closed.
             let pooled = conn.kept.statements.is_none();
             let Ok(runtime) = tokio::runtime::Handle::try_current() else {
                 return;
@@ -624,7 +627,7 @@ impl Tries {
         Self(0)
     }
 
-    /// Waits before the next try, or gives the error back: the transaction is not to be tried again.
+    /// Waits before the next try. Returns the error if the transaction must not be tried again.
     pub(crate) async fn again(&mut self, error: Error) -> Result<()> {
         self.0 += 1;
         let lost = error.code() == Code::Unavailable && !error.outcome_unknown() && self.0 <= 3;
@@ -637,7 +640,7 @@ impl Tries {
     }
 }
 
-/// Runs the body in a transaction and commits it. It runs again if another transaction was in the way, or
+/// Runs the body in a transaction and commits it. The body runs again after a conflict with another transaction, or if
 /// the connection was lost before the commit. The body may use `?`, and ends with a `Result`.
 macro_rules! transaction {
     ($pool:expr, $doing:expr, |$tx:ident| $body:expr) => {{

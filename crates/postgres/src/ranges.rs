@@ -27,7 +27,7 @@ impl Ranges {
         Ok(Self(ranges))
     }
 
-    /// Everything between `lo` and `hi` but these positions, which are in order.
+    /// Everything from `lo` to `hi` except these positions, which are in order.
     pub(crate) fn all_but(lo: u64, hi: u64, positions: impl Iterator<Item = u64>) -> Self {
         let mut ranges = Vec::new();
         let mut next = lo;
@@ -75,7 +75,7 @@ impl Ranges {
         true
     }
 
-    /// What is missing between `lo` and `hi`.
+    /// The ranges from `lo` to `hi` that are missing.
     pub(crate) fn gaps(&self, lo: u64, hi: u64) -> Vec<(u64, u64)> {
         let mut gaps = Vec::new();
         let mut next = lo;

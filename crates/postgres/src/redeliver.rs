@@ -47,7 +47,7 @@ async fn redeliver_some(
     really: bool,
 ) -> Result<Vec<Redelivery>> {
     let doing = "delivering events once more";
-    // An event that the group does not want is done before the cursor passes it.
+    // Moves past events that the group does not want: they count as done, although the stored cursor is before them.
     let decided = engine.horizon.ask(tx).await?.decided;
     group.cursor = caught_up(tx, &engine.types, &group, decided).await?;
     let seqs: Vec<i64> = positions.iter().map(|p| to_sql(p.place())).collect();

@@ -173,10 +173,9 @@ struct Known {
 }
 
 impl Types {
-    /// The numbers of these types, in the same order. Types that are new are added.
+    /// The numbers of these types, by name. New types are added.
     ///
-    /// Outside of a transaction (`durable`) the new ones are remembered; inside of one they may be rolled
-    /// back.
+    /// Outside of a transaction (`durable`) new types are remembered; inside of one they may be rolled back.
     pub(crate) async fn intern<'a>(
         &self,
         db: &impl Sql,
@@ -226,7 +225,7 @@ impl Types {
         known.by_name.insert(name, id);
     }
 
-    /// Forgets all names: another server may have given the numbers to others.
+    /// Forgets all names: another server may have given the numbers to other names.
     pub(crate) fn forget(&self) {
         *self.known.write() = Known::default();
     }
@@ -258,7 +257,7 @@ impl Types {
         self.learned(&rows)
     }
 
-    /// Learns the names of these types, and returns them: what is known may be forgotten at any time.
+    /// Learns the names of these types, and returns them, because [`forget`](Self::forget) may be called at any time.
     pub(crate) async fn learn(
         &self,
         db: &impl Sql,

@@ -1,11 +1,11 @@
-//! The tables, and how they come to be: a list of migrations, each applied once, under an advisory lock.
+//! Creates and updates the tables: a list of migrations, each applied once, under an advisory lock.
 
 use everbus_core::{Code, Error, Result};
 
 use crate::pool::{Conn, Sql as _};
 use crate::rows::get;
 
-/// Each migration in order: the version that it leads to is its place in the list, from 1.
+/// The migrations in order. The place of a migration in the list, counted from 1, is the version that it leads to.
 const MIGRATIONS: &[&[&str]] = &[
     &[
         include_str!("sql/broker.sql"),
@@ -15,13 +15,13 @@ const MIGRATIONS: &[&[&str]] = &[
         include_str!("sql/store.sql"),
         include_str!("sql/audit.sql"),
     ],
-    // Claims under another isolation than read committed, and after another server took over.
+    // Claims work with isolation levels other than read committed, and after a failover.
     &[include_str!("sql/claim.sql")],
-    // Claims and acks without compilation.
+    // Claims and acks without JIT.
     &[include_str!("sql/claim.sql")],
     // Claims with fewer and cheaper statements.
     &[include_str!("sql/claim.sql")],
-    // Claims with a narrower answer, that lock at once if there are probably events.
+    // Claims return fewer columns, and lock the group at once if there are probably events.
     &[include_str!("sql/claim.sql")],
 ];
 
@@ -82,7 +82,7 @@ pub(crate) async fn prepare(conn: &mut Conn, schema: &str, create: bool) -> Resu
     tx.commit(doing).await
 }
 
-/// Looks what is there, and refuses what is not ours or newer.
+/// Finds the version of the tables. Refuses the schema of another program, and a newer version.
 async fn look(db: &impl crate::pool::Sql, schema: &str) -> Result<Found> {
     let doing = "looking at the database";
     let sql = "SELECT

@@ -19,7 +19,7 @@ pub(crate) struct Seats(Mutex<Inner>);
 struct Inner {
     next: u64,
     seats: HashMap<u64, Seat>,
-    /// What was handed out and not settled: by whom it is held, and until when.
+    /// Events that were handed out and not settled: the consumer that holds each, and the end of its lease.
     held: HashMap<Key, (u64, i64)>,
     /// While this is set, only the named suspect may be handed out.
     isolating: Option<(i64, u64)>,
@@ -34,9 +34,10 @@ struct Seat {
     prefetch: usize,
     window: Window,
     held: usize,
-    /// It asked for events and had no room.
+    /// The consumer asked for events and had no room.
     starved: bool,
-    /// Settled since the last update of the window, and how long a settlement and a look for events took.
+    /// Events settled since the last update of the window. `step` and `look`: how long the last settlement and the last
+    /// look for events took.
     settled: usize,
     step: Duration,
     look: Duration,
@@ -81,7 +82,7 @@ impl Seats {
         id
     }
 
-    /// Removes a consumer. What it was handed stays held.
+    /// Removes a consumer. Its events stay held.
     pub(crate) fn remove(&self, id: u64) {
         let mut inner = self.0.lock();
         inner.seats.remove(&id);
@@ -148,7 +149,7 @@ impl Seats {
         own.map(|(_, until)| *until).min()
     }
 
-    /// Whether a consumer waits for a settlement to be handed more.
+    /// Whether a consumer gets no more events before something is settled.
     pub(crate) fn wait_for_settlements(&self) -> bool {
         let inner = self.0.lock();
         inner.isolating.is_some() || inner.seats.values().any(|seat| seat.starved)
@@ -237,7 +238,7 @@ impl Seats {
     }
 }
 
-/// Consumers that were dropped, and whose events are on their way back.
+/// Counts the consumers that are giving events back.
 #[derive(Clone, Default)]
 pub(crate) struct Returning(Arc<(AtomicUsize, Notify)>);
 
@@ -259,7 +260,7 @@ impl Returning {
     }
 }
 
-/// Something is on its way back as long as this lives.
+/// A consumer is giving events back as long as this lives.
 pub(crate) struct ReturnGuard(Returning);
 
 impl Drop for ReturnGuard {

@@ -1,10 +1,10 @@
-//! The session of an engine: a connection of its own, for what belongs to a connection.
+//! The session of an engine: a connection of its own, for everything that is tied to one connection.
 //!
-//! It listens for notifications, sends those of this engine if another engine listens, and holds the advisory lock
-//! that makes the engine an owner: the server frees the lock when the process dies, however it dies. If the connection is
-//! lost, it is opened again and the lock taken again; others wait a moment before they take the owner for
-//! dead. Through a pooler in transaction mode there is no session unless a direct URL is given: then
-//! everything is found by polling, and only the end of a lease tells of a dead engine.
+//! It listens for notifications, sends those of this engine if another engine listens, and holds the advisory lock that
+//! makes the engine an owner: the server frees the lock when the process dies, however it dies. If the connection is
+//! lost, it is opened again and the lock is taken again; other engines wait for `owner_grace` before they take the
+//! owner for dead. Through a pooler in transaction mode there is no session unless a direct URL is given. Without a
+//! session, everything is found by polling, and a dead engine is noticed only when its leases end.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -29,14 +29,14 @@ pub(crate) struct Bell {
     pub(crate) here: Notify,
     /// Tasks of this engine that wait for settlements.
     pub(crate) settled: Notify,
-    /// Another engine has yet to be told.
+    /// Other engines have not been notified yet.
     pending: AtomicBool,
     /// Wakes the session.
     session: Notify,
 }
 
 impl Bell {
-    /// Something changed that others may wait for.
+    /// Wakes the tasks of this engine, and lets the session notify the other engines.
     pub(crate) fn ring(&self) {
         self.here.notify_waiters();
         if !self.pending.swap(true, Ordering::AcqRel) {
@@ -44,12 +44,12 @@ impl Bell {
         }
     }
 
-    /// Something changed that only this engine waits for.
+    /// Wakes only the tasks of this engine.
     pub(crate) fn ring_here(&self) {
         self.here.notify_waiters();
     }
 
-    /// Events were settled here.
+    /// Wakes the tasks of this engine that wait for settlements.
     pub(crate) fn ring_settled(&self) {
         self.settled.notify_waiters();
     }
@@ -65,7 +65,7 @@ pub(crate) enum Request {
 pub(crate) struct Session {
     requests: mpsc::UnboundedSender<Request>,
     task: tokio::task::AbortHandle,
-    /// The number of the owner; 0: it is none yet.
+    /// The number of this engine as an owner; 0: it is no owner yet.
     owner: Arc<AtomicI64>,
     unlocked: Mutex<HashMap<i64, Instant>>,
 }
@@ -89,17 +89,17 @@ impl Session {
         }
     }
 
-    /// The number of the owner; 0 if it is none.
+    /// The number of this engine as an owner; 0 if it is no owner.
     pub(crate) fn owner(&self) -> i64 {
         self.owner.load(Ordering::Acquire)
     }
 
-    /// Ends the session without a word, as a crash would.
+    /// Ends the session without telling the server, as a crash would.
     pub(crate) fn stop(&self) {
         self.task.abort();
     }
 
-    /// A number without a lock and a row.
+    /// The number of an engine without a session: it has no lock, and no row in `owners`.
     async fn number(&self, conn: &Conn) -> Result<i64> {
         if self.owner() == 0 {
             let number = next_number(conn).await?;
@@ -121,7 +121,7 @@ impl Session {
         answer.await.map_err(|_| Error::shutdown())?
     }
 
-    /// Which of the owners without a lock have been so for long enough to be dead.
+    /// The owners that have been without a lock for at least `grace`, and so count as dead.
     pub(crate) fn dead(&self, unlocked: Vec<i64>, grace: Duration) -> Vec<i64> {
         let own = self.owner();
         let mut seen = self.unlocked.lock();
@@ -137,8 +137,8 @@ impl Session {
 }
 
 impl Postgres {
-    /// The number of this engine as an owner. Without a session it holds no lock, and only the ends of its
-    /// leases tell that it is gone.
+    /// The number of this engine as an owner. Without a session it holds no lock, and others notice its death only
+    /// when its leases end.
     pub(crate) async fn become_owner(&self) -> Result<i64> {
         if !self.has_session() {
             return self.session().number(&*self.conn().await?).await;
@@ -150,7 +150,7 @@ impl Postgres {
         })?
     }
 
-    /// Whether a connection can be kept for what belongs to a session.
+    /// Whether the engine can keep a session: not through a pooler without a direct URL.
     pub(crate) fn has_session(&self) -> bool {
         self.pool.target().session().is_some()
     }
@@ -179,7 +179,7 @@ async fn run(
         if !has_session {
             serve_pooled(&strong).await;
             drop(strong);
-            // The pool is all there is: poll often.
+            // Without a session only polling finds changes, so poll often.
             tokio::time::sleep(poll.min(Duration::from_millis(100))).await;
             continue;
         }
@@ -202,14 +202,14 @@ async fn run(
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
-        // Without notifications, consumers and relays look at the pace of the poll.
+        // Notifications may have been missed, so consumers and relays look now.
         if let Some(engine) = engine.upgrade() {
             engine.bell.ring_here();
         }
     }
 }
 
-/// Rings on a pooled connection, if it is due.
+/// Wakes the tasks of this engine. Notifies other engines on a pooled connection if something changed.
 async fn serve_pooled(engine: &Postgres) {
     engine.bell.here.notify_waiters();
     if engine.bell.pending.swap(false, Ordering::AcqRel)
@@ -219,23 +219,23 @@ async fn serve_pooled(engine: &Postgres) {
     }
 }
 
-/// Tells all sessions that something changed. Nothing is lost with the news, so its commit does not wait for the disk,
-/// and does not keep the commits of events waiting there. Two statements in one message are one transaction.
+/// The statements that notify all sessions. A lost notification loses no event, so its commit does not wait for the
+/// disk, and does not delay the commits of events there. Two statements in one message are one transaction.
 fn wake(channel: &str) -> String {
     format!("SET LOCAL synchronous_commit = off; NOTIFY {channel}")
 }
 
-/// A lock that every session holds in shared mode: who holds it listens.
+/// Takes the lock that every listening session holds in shared mode.
 const LISTENING: &str = "SELECT pg_advisory_lock_shared(everbus.owner_key(0))";
 
-/// Whether other sessions listen.
+/// Whether other sessions listen: whether more than one session holds the lock.
 const OTHERS: &str = "SELECT count(*) > 1 FROM pg_catalog.pg_locks l
   WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted AND l.objid::bigint = 0
     AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database())
     AND l.classid = (SELECT c.relnamespace FROM pg_catalog.pg_class c WHERE c.oid = 'everbus.log'::regclass)";
 
-/// Connects, listens, and takes the lock of the owner again. `false`: the lock is still held by the session
-/// before, so it is tried again while this one listens.
+/// Connects, listens, and takes the lock of the owner again. `false`: the previous session still holds the lock, so
+/// [`serve`] tries again.
 async fn begin(
     engine: &Postgres,
     owner: &AtomicI64,
@@ -249,17 +249,18 @@ async fn begin(
     conn.batch("listening", &format!("LISTEN {}", engine.channel()))
         .await?;
     conn.query("listening", LISTENING, &[]).await?;
-    // From now on the others notify this session.
+    // Tells the other sessions that this one listens. From now on they notify it.
     conn.batch("listening", &wake(&engine.channel())).await?;
-    // This may be another server: what was known of the one before is forgotten, by publishers too.
+    // This may be another server. Then the horizon forgets what was known of the previous one, the types of publishers
+    // included.
     engine.horizon.ask(&conn).await?;
     let known = owner.load(Ordering::Acquire);
     let registered = known == 0 || register(engine, &conn, known).await?;
     Ok((conn, notifications, registered))
 }
 
-/// Takes the lock of an owner, then writes its row: a row without a lock would be taken for dead. `false`: the
-/// server has not noticed yet that the connection before is gone.
+/// Takes the lock of an owner, then writes its row: an owner with a row and without a lock would be taken for dead.
+/// `false`: the lock is held, because the server has not noticed yet that the previous connection is gone.
 async fn register(engine: &Postgres, conn: &Conn, owner: i64) -> Result<bool> {
     let doing = "registering as a consumer";
     let sql = "SELECT pg_try_advisory_lock(everbus.owner_key($1))";
@@ -315,7 +316,7 @@ async fn serve(
                 if notified.is_none() {
                     return Err(Error::new(Code::Unavailable, "the connection was closed"));
                 }
-                // Those here were woken before this session told the others.
+                // Own notifications are ignored: the tasks here were woken before the notification was sent.
                 let mut others = notified != Some(own);
                 while let Ok(from) = notifications.try_recv() {
                     others |= from != own;

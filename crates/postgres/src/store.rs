@@ -145,7 +145,7 @@ impl Store for Postgres {
                 let mut kept = kept_failures(tx, group, seq).await?;
                 kept.forget_current();
                 keep_failures(tx, group, seq, &kept).await?;
-                // The dead letter says how it ended.
+                // The dead letter replaces an earlier skip as the outcome.
                 let sql = "DELETE FROM everbus.skips WHERE group_id = $1 AND seq = $2";
                 tx.execute("writing a dead letter", sql, &[&group, &seq])
                     .await?;
@@ -186,7 +186,7 @@ impl Postgres {
             }
         }
         if !new.is_empty() {
-            // Times never fall: neither after the newest event, nor inside of the batch.
+            // Times never decrease: neither after the newest event, nor inside of the batch.
             let sql = "SELECT received_at FROM everbus.log ORDER BY seq DESC LIMIT 1";
             let newest = db.first(doing, sql, &[]).await?;
             let mut last = newest.map_or(Ok(i64::MIN), |row| get(&row, 0))?;
@@ -230,8 +230,8 @@ impl Postgres {
         Ok((group, seqs.first().copied().unwrap_or(0)))
     }
 
-    /// The number of a group, which is made if there is none. A group without subscriptions is moved to the
-    /// end of the log, and locked.
+    /// The number of a group, whose row is locked. A missing group is made. The cursor of a group without subscriptions
+    /// is moved to the end of the log.
     async fn store_group(&self, db: &impl Sql, name: &GroupName) -> Result<i64> {
         let doing = "adding a group";
         let sql = "INSERT INTO everbus.groups AS g (name, ordered, cursor, declared_at, created_at, active_at)
@@ -289,7 +289,7 @@ fn key_of(event: &Event) -> Key {
     )
 }
 
-/// The positions of the events that are there.
+/// The positions of those of these events that are in the log.
 async fn places_of(db: &impl Sql, records: &[Arc<Recorded>]) -> Result<HashMap<Key, i64>> {
     let ids: Vec<uuid::Uuid> = records.iter().map(|r| r.event.id().as_uuid()).collect();
     let sql = "SELECT id, tenant, seq FROM everbus.log WHERE id = ANY ($1)";
@@ -343,7 +343,7 @@ async fn keep_failures(db: &impl Sql, group: i64, seq: i64, kept: &KeptFailures)
         .map(drop)
 }
 
-/// The group is done with events: their failures no longer count for a next attempt.
+/// Marks the failures of events that the group is done with: they no longer count for a next attempt.
 async fn end_failures(db: &impl Sql, group: i64, seqs: &[i64]) -> Result<()> {
     let sql = "UPDATE everbus.failures SET past = json_array_length(failures::json)
                WHERE group_id = $1 AND seq = ANY ($2)";

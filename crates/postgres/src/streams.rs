@@ -16,7 +16,7 @@ use crate::rows::{LEASED, get, get_seq, read_failures, seq_from, to_sql};
 
 /// Events dropped in one transaction, which holds the lock of the group.
 const STEP: usize = 500;
-/// How often the backlog is counted again.
+/// How often the backlog is counted again at most.
 const ROUNDS: usize = 8;
 
 /// The unfinished events `l` of a group and a stream: in rows, in claims, and beyond the cursor. `$1` is the

@@ -69,7 +69,7 @@ fn roots(file: Option<&str>) -> Result<RootCertStore> {
     Ok(roots)
 }
 
-/// Accepts every certificate: `sslmode=require` encrypts and does not ask who answers.
+/// Accepts every certificate: `sslmode=prefer` and `sslmode=require` encrypt without checking who answers.
 #[derive(Debug)]
 struct Unchecked(Arc<CryptoProvider>);
 

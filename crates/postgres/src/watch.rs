@@ -10,10 +10,10 @@ use crate::Postgres;
 use crate::pool::Sql as _;
 use crate::rows::{get, to_sql};
 
-/// Another engine may settle the event, and does not tell.
+/// How often to look: another engine may settle the event, and sends no notification then.
 const POLL: Duration = Duration::from_millis(100);
 
-/// What every group has of one event, as far as it matters.
+/// The state of one event in every group, as far as it matters here.
 const STANDING: &str = "SELECT g.name, g.cursor < $1,
     EXISTS (SELECT 1 FROM everbus.deliveries d WHERE d.group_id = g.id AND d.seq = $1)
       OR EXISTS (SELECT 1 FROM everbus.claims c
@@ -26,8 +26,8 @@ const STANDING: &str = "SELECT g.name, g.cursor < $1,
   ORDER BY g.name";
 
 impl Postgres {
-    /// How an event was settled; `None` while some group has yet to settle it. It is not known whether an
-    /// ephemeral group of another engine still exists, so that is not waited for.
+    /// How an event was settled; `None` while some group has yet to settle it. The ephemeral groups of other engines
+    /// are not waited for, because it is not known whether they still exist.
     async fn outcome(&self, position: Position) -> Result<Option<SettledOutcome>> {
         let doing = "looking whether an event is settled";
         let conn = self.conn().await?;

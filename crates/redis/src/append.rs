@@ -1,7 +1,7 @@
 //! Appending: one script for a batch, which stores all of it or nothing.
 //!
 //! An id is known for a window, with the place of its event and a digest of its body. So a publish whose answer
-//! was lost is repeated.
+//! was lost can be repeated.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -94,7 +94,8 @@ impl Shared {
         self.write_event_by(&mut None, event, arguments)
     }
 
-    /// The same for an event of a batch: `last` has the route of the one before, which is often of the same type.
+    /// As [`write_event`](Self::write_event), for a batch: `last` has the route of the event before, which often has
+    /// the same type.
     fn write_event_by(
         &self,
         last: &mut Option<Route>,

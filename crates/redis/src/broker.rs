@@ -168,7 +168,7 @@ impl Broker for Redis {
             if record.owner.is_none() {
                 let patterns = record.patterns()?;
                 for key in registry.streams.keys() {
-                    // Before the first claim moves the group on.
+                    // Counted before the first claim moves the position of the group.
                     if shared.space.wanted(key, &patterns) {
                         shared.count_missed(key, &[group.as_str()]).await;
                     }
@@ -178,8 +178,8 @@ impl Broker for Redis {
             shared.be_alive().await?;
             shared.start_tasks();
             let consumer = RedisConsumer::start(shared.clone(), known, options);
-            // Others learn it with the next sign of life at the latest; a full memory must not keep a consumer from
-            // starting.
+            // An error is ignored, because a full memory must not keep a consumer from starting. Other engines learn
+            // the handlers with the next sign of life.
             let _ = shared.tell_handlers().await;
             Ok(Box::new(consumer) as Box<dyn Consumer>)
         })
@@ -209,7 +209,7 @@ impl Broker for Redis {
     fn close(&self) -> BoxFuture<'_, Result<()>> {
         Box::pin(async move {
             if self.shared.link.begin_close() {
-                // A server that is away finds out by itself.
+                // If the server cannot be reached, the key of this engine expires by itself.
                 let patience = self.shared.options.timeout;
                 let _ = tokio::time::timeout(patience, self.shared.leave()).await;
                 self.shared.link.close().await;

@@ -25,7 +25,7 @@ pub(crate) struct Link {
     pub(crate) server: String,
     prefix: String,
     closed: AtomicBool,
-    /// Notified once it is closed.
+    /// Notified when the link begins to close.
     pub(crate) closing: Notify,
     running: AtomicUsize,
     idle: Notify,
@@ -171,7 +171,7 @@ impl Link {
         let connecting = self
             .client
             .get_multiplexed_async_connection_with_config(&config);
-        // The server may take the connection and answer nothing.
+        // The server may accept the connection and not answer.
         match tokio::time::timeout(self.timeout, connecting).await {
             Ok(connection) => connection.map_err(|error| self.error(&error, false)),
             Err(_) => Err(errors::away(&self.server, "no answer in time", false)),
@@ -184,7 +184,8 @@ impl Link {
         if let Some(connection) = &current.connection {
             return Ok((current.number, connection.clone()));
         }
-        // A try that failed while this caller waited was made for it too: callers must not wait for a try each.
+        // A try that failed while this caller waited for the lock counts for it too. Otherwise every waiting caller
+        // would wait for a try of its own.
         if let Some((at, error)) = &current.failed
             && *at > asked
         {
@@ -214,7 +215,7 @@ impl Link {
         }
     }
 
-    /// The connection with this number is not used any more.
+    /// Drops the connection with this number, if it is still the current one.
     async fn give_up(&self, number: u64) {
         let mut current = self.current.lock().await;
         if current.number == number {
@@ -255,7 +256,7 @@ impl Link {
         self.error(error, true)
     }
 
-    /// Runs a script with these arguments. The server is told its text if it does not know it.
+    /// Runs a script with these arguments. Loads the script if the server does not know it.
     pub(crate) async fn run(&self, script: &Script, arguments: &Arguments) -> Result<Value> {
         let (number, mut connection) = self.connection().await?;
         let mut call = Cmd::with_capacity(arguments.ends.len() + 4, arguments.data.len() + 128);
@@ -333,12 +334,12 @@ impl Arguments {
         self
     }
 
-    /// How far it is filled, for [`cut`](Self::cut).
+    /// The current end of the arguments, for [`cut`](Self::cut).
     pub(crate) fn mark(&self) -> (usize, usize) {
         (self.data.len(), self.ends.len())
     }
 
-    /// Takes back what was added after the mark.
+    /// Removes the arguments that were added after the mark.
     pub(crate) fn cut(&mut self, mark: (usize, usize)) {
         self.data.truncate(mark.0);
         self.ends.truncate(mark.1);
@@ -399,7 +400,7 @@ impl Read for Value {
     }
 }
 
-/// What an answer is, without its content: payloads do not belong into errors.
+/// The kind of an answer, without its content: payloads do not belong into errors.
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Nil => "nothing",

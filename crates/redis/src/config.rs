@@ -19,7 +19,7 @@ pub const DEFAULT_KEPT: u64 = 100_000;
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct Options {
-    /// The clock of failures and of figures. Leases, delays and times of receipt follow the clock of the server.
+    /// The clock for failures and statistics. Leases, delays and times of receipt follow the clock of the server.
     pub clock: Arc<dyn Clock>,
     /// The user, if the URL names none.
     pub user: Option<String>,
@@ -36,15 +36,15 @@ pub struct Options {
     /// Messages that another program read for one of our groups and did not finish are taken over after this
     /// long.
     pub stale_after: Duration,
-    /// How many of them are looked at in one step.
+    /// How many such messages are looked at in one step.
     pub stale_count: usize,
-    /// How many finished events a stream keeps that declares no limit, once a group consumes it. Memory is bounded by
-    /// that and by what groups owe. `None`: all of them.
+    /// How many finished events a stream without a declared limit keeps, once a group consumes it. So the memory is
+    /// bounded by this number and by the unfinished events. `None`: all finished events are kept.
     pub keep_finished: Option<u64>,
     /// Messages that are not of the stream's dialect are handed to handlers as they are. Otherwise they are
     /// dead-lettered with the reason.
     pub raw_foreign: bool,
-    /// A server whose eviction policy may delete streams is used all the same.
+    /// A server is used even if its eviction policy may delete streams.
     pub allow_eviction: bool,
     /// A new group with a wildcard also gets streams that only other programs have written: all keys of the database
     /// are looked at once when the group is declared. Otherwise a wildcard finds streams that Everbus has seen.
@@ -92,7 +92,7 @@ pub(crate) struct Address {
     pub(crate) user: Option<String>,
     pub(crate) password: Option<String>,
     pub(crate) database: i64,
-    /// It separates several buses in one database.
+    /// A name that separates several buses in one database.
     pub(crate) space: String,
     pub(crate) tls: bool,
 }
@@ -104,7 +104,7 @@ impl Address {
     }
 }
 
-/// Keys of the engine, which begin like those of a space.
+/// Names that a space must not have: keys of the engine begin with them, and would collide with keys of the space.
 const OWN_NAMES: &[&str] = &[
     "st",
     "lease",
@@ -152,7 +152,7 @@ pub(crate) fn parse(url: &str) -> Result<Address> {
     let (user, password) = match secrets.map(|secrets| (secrets, secrets.split_once(':'))) {
         None => (None, None),
         Some((_, Some((user, password)))) => (Some(user), Some(password)),
-        // A lone word is the user; clients differ here, and a password would be shown as a user.
+        // A word without a colon is the user. Some clients take it for the password.
         Some((user, None)) => (Some(user), None),
     };
     let unescaped = |text: Option<&str>| -> Result<Option<String>> {

@@ -1,7 +1,7 @@
-//! The consumer: it claims what a fetch wants, and hands out what was claimed.
+//! The consumer: it claims as many events as a fetch wants, and hands them out.
 //!
-//! A claim runs in a task of its own, so that a fetch that is dropped loses nothing: what was claimed is on the
-//! desk for the next fetch, and goes back without an attempt if none comes.
+//! A claim runs in a task of its own, so that a fetch that is dropped loses nothing: the claimed events are on the
+//! desk for the next fetch. If no fetch comes, they are given back without an attempt.
 
 use std::collections::VecDeque;
 use std::pin::pin;
@@ -30,7 +30,7 @@ use crate::wire::{self, Around, Source};
 
 /// The most events of one claim: the server does nothing else meanwhile.
 const MOST: usize = 512;
-/// An idle consumer looks this often, for what another process gave back.
+/// An idle consumer looks this often for events that another process gave back.
 const LOOK: Duration = Duration::from_secs(1);
 /// The pause after a failed claim.
 const AFTER_ERROR: Duration = Duration::from_millis(200);
@@ -68,12 +68,12 @@ struct Desk {
     handled: Arc<[Pattern]>,
     ended: bool,
     claiming: bool,
-    /// How many may be in flight: a delivered event may have begun.
+    /// How many events may be in flight. Every delivered event counts, because its handler may have begun.
     window: Window,
     settled: usize,
     /// How long the last claim took.
     step: Duration,
-    /// The most that the next claim may want: less after claims whose answers did not come.
+    /// The most events that the next claim may ask for: fewer after claims whose answers did not come.
     most: usize,
     /// The tags of claims whose answers were lost.
     undo: Vec<String>,
@@ -87,7 +87,7 @@ struct Desk {
 }
 
 impl Desk {
-    /// Tells the window what was settled since it was last told.
+    /// Reports to the window how many events were settled since the last report.
     fn widen(&mut self) {
         if self.settled > 0 {
             let (settled, step) = (std::mem::take(&mut self.settled), self.step);
@@ -146,7 +146,7 @@ impl RedisConsumer {
 }
 
 impl Inner {
-    /// Deliveries were settled: there may be room.
+    /// Notes that deliveries were settled, and wakes the fetch: there may be room.
     pub(crate) fn settled(&self, count: usize) {
         self.desk.lock().settled += count;
         self.changed.notify_waiters();
@@ -161,7 +161,7 @@ impl Inner {
         self.changed.notify_waiters();
     }
 
-    /// The patterns that it has handlers for; none once it has ended.
+    /// The patterns that the consumer has handlers for; `None` once it has ended.
     pub(crate) fn handled(&self) -> Option<Arc<[Pattern]>> {
         let desk = self.desk.lock();
         (!desk.ended).then(|| desk.handled.clone())
@@ -182,12 +182,12 @@ impl Inner {
         changed
     }
 
-    /// Takes what is ready. What waited too long is given back instead.
+    /// Takes events that are ready. Events that waited too long are given back instead.
     fn take(self: &Arc<Self>, max: usize) -> Result<Vec<Delivery>> {
         let mut desk = self.desk.lock();
         if let Some(error) = &desk.error {
             let error = error.clone();
-            // A group that was removed stays removed.
+            // A group that was removed stays removed, so its error stays too.
             if error.code() != Code::GroupNotFound {
                 desk.error = None;
             }
@@ -252,8 +252,8 @@ impl Inner {
         None
     }
 
-    /// How many to claim at once after a claim that was answered in full. Only a whole batch is worth it: for less the
-    /// next fetch asks.
+    /// How many events to claim in advance, after a claim that returned all it asked for. `None` if there is room for
+    /// fewer than that claim asked for: then the next fetch claims them.
     fn more(&self, answer: &Claimed, want: usize, max: usize) -> Option<usize> {
         if answer.events.len() < want {
             return None;
@@ -304,7 +304,7 @@ impl Inner {
         (most.saturating_sub(held + desk.ready.len() + coming), next)
     }
 
-    /// What no fetch takes in time is given back.
+    /// Gives back events that no fetch takes in time.
     fn expire_later(self: &Arc<Self>) {
         if self.desk.lock().ready.is_empty() {
             return;
@@ -402,7 +402,7 @@ impl Inner {
                 desk.step = came.elapsed();
                 desk.undo.retain(|tag| !undo.contains(tag));
                 let wait = wait.parse().map_or(LOOK, Duration::from_millis).min(LOOK);
-                // What comes meanwhile wakes the consumer.
+                // Events that come before that wake the consumer.
                 desk.look = desk.look.min(Instant::now() + wait);
             }
             for member in lost {
@@ -427,7 +427,7 @@ impl Inner {
         ))
     }
 
-    /// Reads what was claimed, and sorts out what is not for this process.
+    /// Reads claimed events, and sorts out those that are not for this process.
     async fn read(self: &Arc<Self>, claimed: Claimed) -> Result<Vec<Item>> {
         let Claimed {
             events,
@@ -466,7 +466,7 @@ impl Inner {
             };
             let handles = handled.iter().any(|pattern| pattern.matches(event_type));
             let first = times == 1 && item.failures.is_empty() && !item.again;
-            // What was handed out before is owed, also after its subscription was removed.
+            // An event that was handed out before stays owed, even if its subscription was removed since.
             let passes = !event.is_for(&self.group.name)
                 || known.record.since.is_some_and(early)
                 || (first || !handles) && !item.again && unwanted();
@@ -491,7 +491,7 @@ impl Inner {
             if items.is_empty() {
                 self.desk.lock().look = Instant::now();
             }
-            // What cannot be put aside now comes again when its lease ends.
+            // An event that cannot be put aside now comes again when its lease ends.
             if let Err(error) = self.shared.put_aside(&self.group, &aside).await {
                 tracing::debug!(target: "everbus::redis", group = %self.group.name, %error, "putting events aside");
             }
@@ -593,7 +593,7 @@ impl Inner {
     }
 
     pub(crate) fn deliver(self: &Arc<Self>, item: Item) -> Delivery {
-        // Not the token of the server: that may come again after the server has lost some.
+        // Not the token of the server: a server that lost writes may give the same token again.
         let number = self.shared.number();
         let words = [self.group.number, number];
         let lease = Lease::new(item.record.position, words).with_text(item.member.clone());
@@ -696,7 +696,7 @@ impl Consumer for RedisConsumer {
                     changed.await;
                 }
             };
-            // What could not be given back comes again when its lease ends.
+            // Events that could not be given back come again when their leases end.
             let _ = tokio::time::timeout(Duration::from_secs(5), ended).await;
             Ok(())
         })

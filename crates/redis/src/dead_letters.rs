@@ -1,7 +1,7 @@
 //! The dead letters: entries of `dlq:{stream}`, found by a hash of each group.
 //!
 //! A letter that was retried or replaced leaves its stream, so that the length of the stream is the number of open
-//! ones, and is kept apart until the event dies again.
+//! letters. It is kept apart until the event dies again, or for a month.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ use crate::wire::{self, Around, Source};
 /// How many letters are read or changed in one step.
 const STEP: usize = 200;
 
-/// A dead letter, and its event as the server names it.
+/// A dead letter, and the name of its event on the server: `id@stream`.
 struct Found {
     member: String,
     letter: DeadLetter,
@@ -208,8 +208,8 @@ impl Shared {
         Ok(retried)
     }
 
-    /// Retries a letter whose event was trimmed from its stream: the letter has the whole event. False if it is not
-    /// open any more.
+    /// Retries a letter whose event was trimmed from its stream: the letter has the whole event. False if the letter is
+    /// not open any more.
     async fn restore(&self, record: &Record, found: &Found) -> Result<bool> {
         let group = &found.letter.group;
         let event = found.letter.event().clone().addressed_to(group);
@@ -313,7 +313,7 @@ impl Shared {
     ) -> Result<Purged> {
         let mut letters = self.open_letters(filter).await?;
         let cutoff = cutoff.minus(self.ahead_of_server().await?);
-        // The time of receipt is the server's: no event died before it.
+        // The time of receipt is by the clock of the server, and no event died before it was received.
         letters.retain(|found| {
             let time = basis.time_of(&found.letter);
             time.max(found.letter.record.received_at) <= cutoff

@@ -15,7 +15,7 @@ use crate::keys::{self, EntryId};
 use crate::registry::Registry;
 use crate::scripts::{DECLARE, LAST, REMOVE};
 
-/// A record that others change at the same time is changed again, this often at most.
+/// How often a change of a record is tried, if other processes change the same record at the same time.
 const TRIES: usize = 50;
 
 /// A stream that a group begins to consume.

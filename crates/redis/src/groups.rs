@@ -111,7 +111,7 @@ impl Group {
         keys::group_name(self.name.as_str())
     }
 
-    /// Takes over the record that was read last. If it was an older one, the next claim says so.
+    /// Stores the record that was read last. If that record is outdated, the next claim reports it.
     fn update(&self, record: Record, revision: String) -> Result<()> {
         let patterns = record.patterns()?.into();
         *self.known.write() = Known {

@@ -13,7 +13,7 @@ use crate::groups::Group;
 /// A delivery under a lease.
 pub(crate) struct Hold {
     pub(crate) group: Arc<Group>,
-    /// The consumer that it was handed to, which may be closed by now.
+    /// The consumer that got the delivery. It may be closed by now.
     pub(crate) consumer: Weak<Inner>,
     pub(crate) number: u64,
     /// The stream.
@@ -29,7 +29,7 @@ pub(crate) struct Hold {
     pub(crate) again: bool,
 }
 
-/// Deliveries by a number of this process.
+/// All deliveries of this process, each under a number that only this process uses.
 #[derive(Default)]
 pub(crate) struct Held {
     inner: Mutex<Inside>,
@@ -37,7 +37,7 @@ pub(crate) struct Held {
 
 #[derive(Default)]
 struct Inside {
-    /// With the end of each lease.
+    /// Each delivery with the end of its lease.
     holds: HashMap<u64, (Arc<Hold>, Instant)>,
     counts: HashMap<u64, usize>,
 }
@@ -66,7 +66,7 @@ impl Held {
         inside.holds.insert(token, (Arc::new(hold), until));
     }
 
-    /// The delivery of a lease, unless it was settled. Whether the lease has ended is the server's to say.
+    /// The delivery of a lease, unless it was settled. Only the server decides whether the lease has ended.
     pub(crate) fn find(&self, lease: &Lease) -> Option<Arc<Hold>> {
         let inside = self.inner.lock();
         let (hold, _) = inside.holds.get(&token(lease))?;
@@ -80,7 +80,8 @@ impl Held {
         }
     }
 
-    /// The deliveries are settled, or lost. Each consumer is told once: it claims as many as there is room for.
+    /// Removes deliveries that are settled or lost. Each consumer is told once how many: it claims as many as there is
+    /// room for.
     pub(crate) fn free<'a>(&self, leases: impl IntoIterator<Item = &'a Lease>) {
         let mut freed: Vec<(Arc<Hold>, usize)> = Vec::new();
         let mut inside = self.inner.lock();
@@ -102,8 +103,8 @@ impl Held {
         }
     }
 
-    /// How many deliveries a consumer holds, and when the first of their leases ends. Deliveries whose lease
-    /// has ended are forgotten.
+    /// How many deliveries a consumer holds. Only if there are at least `room`: forgets deliveries whose lease has
+    /// ended, and also returns when the first of the other leases ends.
     pub(crate) fn count(&self, consumer: u64, room: usize) -> (usize, Option<Instant>) {
         let mut inside = self.inner.lock();
         let count = inside.counts.get(&consumer).copied().unwrap_or_default();
@@ -123,7 +124,7 @@ impl Held {
         (count, next)
     }
 
-    /// The group is removed.
+    /// Removes the deliveries of a group that was removed.
     pub(crate) fn forget_group(&self, group: u64) {
         let mut inside = self.inner.lock();
         let gone = inside

@@ -1,7 +1,8 @@
 //! The state of every group.
 //!
-//! `behind` counts the entries of a stream that the group has not read. Entries for other groups only, and those
-//! of a spelling that no pattern of the group matches, are among them until the group has passed them.
+//! `behind` counts the entries of a stream that the group has not read. Entries that are addressed to other groups do
+//! not count. Entries with a spelling of the type that no pattern of the group matches count until the group has passed
+//! them.
 
 use everbus_core::{Cursor, GroupInfo, GroupName, Lag, Result, Timestamp};
 use redis::Value;
@@ -13,7 +14,7 @@ use crate::groups::Record;
 use crate::keys::{self, EntryId};
 use crate::scripts::INSPECT;
 
-/// How a group stands.
+/// The progress of a group.
 pub(crate) struct Standing {
     pub(crate) in_flight: u64,
     pub(crate) waiting: u64,
@@ -23,7 +24,7 @@ pub(crate) struct Standing {
     pub(crate) streams: Vec<InStream>,
 }
 
-/// How it stands in one stream.
+/// The progress of a group in one stream.
 pub(crate) struct InStream {
     pub(crate) key: String,
     pub(crate) after: EntryId,
@@ -35,7 +36,7 @@ pub(crate) struct InStream {
 }
 
 impl Shared {
-    /// How a group stands that wants these streams.
+    /// Reads the progress of a group. `wanted` has the streams that the group wants.
     pub(crate) async fn standing(&self, name: &str, wanted: &[&String]) -> Result<Standing> {
         let mut arguments = Arguments::default();
         arguments
@@ -115,7 +116,7 @@ impl Shared {
                 "{lost} events were deleted from their streams before the group had finished them"
             ));
         }
-        // Events without a handler are told of where processes of the group run, and none of them has one.
+        // Events count as unhandled only if processes of the group run, and none of them has a handler.
         let handled = self.handled_by_all(&name, false).await?;
         let active = i64::try_from(standing.active_ms)
             .unwrap_or(0)

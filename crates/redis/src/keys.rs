@@ -6,25 +6,25 @@
 //! | `TelemetryWindowClosed` | the same |
 //! | `orders.order-placed` | `orders:order%2Dplaced` |
 //!
-//! A name with a `%` is decoded; every other stream has the types that are spelled like it, with dots or as a
-//! channel. So the stream alone says which types it has. With a space in the URL, `shop/` stands before the
-//! names of streams.
+//! The name of a stream alone says which types it has. A name with a `%` is decoded to one type. Every other stream has
+//! two spellings of its type: with dots, and as the name of the stream. With the space `shop` in the URL, the names of
+//! streams begin with `shop/`.
 
 use everbus_core::stream::{canonical, label};
 use everbus_core::{Pattern, Position, Result, Shard};
 
-/// The domain of the keys that the engine needs for itself, and of the dead letters.
+/// Domains that no stream of events may have: those of the engine's own keys, and of the dead letters.
 const OWN: [&str; 2] = ["everbus", "dlq"];
 const SEQ_BITS: u32 = 22;
 const MOST_SEQ: u64 = (1 << SEQ_BITS) - 1;
 const MOST_MS: u64 = (1 << (64 - SEQ_BITS)) - 1;
-/// How the unnamed group is called on the server.
+/// The name of the unnamed group on the server.
 const UNNAMED: &str = everbus_core::group::UNNAMED;
 
 /// The keys of one bus on a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Space {
-    /// Before the keys of the engine itself.
+    /// The prefix of the engine's own keys.
     pub(crate) prefix: String,
     streams: String,
 }
@@ -126,7 +126,7 @@ fn encode(event_type: &str) -> String {
         }
     }
     if OWN.contains(&domain) {
-        // A domain of the engine's own: its first letter is written as a number.
+        // A reserved domain: its first letter is percent-encoded.
         let first = out.remove(0);
         out.insert_str(0, &format!("%{:02X}", u32::from(first)));
     }
@@ -272,7 +272,7 @@ impl EntryId {
         }
     }
 
-    /// Just before the first id of a time.
+    /// The id just before the first id at or after a time.
     pub(crate) fn before(time: everbus_core::Timestamp) -> Self {
         let micros = u64::try_from(time.as_micros()).unwrap_or(0);
         match micros.div_ceil(1000).checked_sub(1) {

@@ -2,9 +2,9 @@
 //!
 //! | Everbus | Redis |
 //! |---|---|
-//! | type | a stream `{domain}:{event-type}`; what has no such form is encoded (`keys`) |
+//! | type | a stream `{domain}:{event-type}`; a type without this form is encoded (`keys`) |
 //! | event | an entry in the dialect of its stream (`wire`) |
-//! | id | a key that expires with the window, with place and digest (`append`) |
+//! | id | a key that expires with the window, with the place of the event and the digest of its body (`append`) |
 //! | position | stream and packed id; ids grow over all streams of the engine |
 //! | declared stream | limits and dialect of the streams that its patterns cover (`registry`) |
 //! | group | a record in `everbus:groups`, and a consumer group of its name on each stream that it wants |
@@ -16,17 +16,17 @@
 //! | wake-up | a blocking read on a connection of its own (`tasks`) |
 //! | inbox, values by key | a sorted set for each group; hashes that expire |
 //!
-//! Each verb is one Lua script (`scripts/`), so that nothing is done by halves.
+//! Each operation is one Lua script (`scripts/`), so that it happens completely or not at all.
 //!
 //! # Limits
 //!
 //! - One primary. Replicas trail: after a failover, events that the replica had not received are gone, although
 //!   their publishes were acknowledged. `min-replicas-to-write` bounds that and does not prevent it.
 //! - Ids are known for a window (ten minutes by default).
-//! - Streams that only other programs write are found by groups that name their type, or that are declared; a
-//!   wildcard finds streams that Everbus has seen, or all of the database ([`Options::adopt_streams`]).
-//! - An event that no process has a handler for is a dead letter in the end (`orphans`); one that failed before, and has
-//!   no handler any more, waits.
+//! - A stream that only other programs write is found if a group names its type, or if the stream is declared. A
+//!   wildcard finds streams that Everbus has seen, or all streams of the database ([`Options::adopt_streams`]).
+//! - An event that no process has a handler for becomes a dead letter in the end (`orphans`), also if it waits for a
+//!   retry.
 //! - Another program that trims a stream (`MAXLEN`) or deletes entries may take events that a group has yet to
 //!   read. They are reported as lost, in the log and by `inspect`, unless another program reads for the group too.
 //! - Entries of other programs have no ordering key.

@@ -56,7 +56,7 @@ impl Shared {
         Ok((id, Recorded::new(read.event, position, read.received_at)))
     }
 
-    /// Reads up to `limit` matching events of a stream after a place, and how far that was.
+    /// Reads up to `limit` matching events of a stream after a place. Also returns the last id that was read.
     async fn read_stream(
         &self,
         registry: &Registry,

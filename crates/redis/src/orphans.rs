@@ -1,7 +1,7 @@
-//! Events that no process has a handler for: after a long time they are dead letters.
+//! Events that no process has a handler for: after a long time they become dead letters.
 //!
-//! Each engine tells the patterns of its consumers. A stream that a group wants and no living engine handles is
-//! watched; if the group does not move in it for long enough, its events are given up.
+//! Each engine publishes the patterns that its consumers handle. A stream that a group wants and no living engine
+//! handles is watched. If the group makes no progress in the stream for long enough, the events are given up.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,11 +14,11 @@ use crate::consumer::Inner;
 use crate::registry::Registry;
 use crate::scripts::ORPHANS;
 
-/// A longer time is never.
+/// A longer time means that events are never given up.
 const NEVER: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 impl Shared {
-    /// Tells other engines what the consumers of this one handle.
+    /// Publishes the patterns that the consumers of this engine handle.
     pub(crate) async fn tell_handlers(&self) -> Result<()> {
         let groups: Vec<_> = self.groups.lock().values().cloned().collect();
         for group in groups {
@@ -44,8 +44,8 @@ impl Shared {
         Ok(())
     }
 
-    /// What living engines handle in a group. Those that are gone are forgotten if `tidy` says so: who only looks
-    /// writes nothing.
+    /// The patterns that living engines handle in a group. With `tidy`, the patterns of dead engines are removed;
+    /// without it, nothing is written.
     pub(crate) async fn handled_by_all(
         &self,
         group: &GroupName,

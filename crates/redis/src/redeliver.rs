@@ -8,7 +8,7 @@ use crate::keys::{self, EntryId};
 use crate::scripts::REVIVE;
 
 impl Shared {
-    /// Delivers events once more, or only says what that would do.
+    /// Delivers events once more (`what` is `event`), or only says what that would do (`ask`).
     async fn redeliver(
         &self,
         name: &GroupName,

@@ -1,4 +1,4 @@
-//! The registry of streams: which there are, and the dialect of each. Groups with wildcards find streams in it.
+//! The registry of streams: the known streams, and the dialect of each. Groups with wildcards find streams in it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::scripts::REGISTER;
 /// The streams as the server knew them.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
-    /// Another text with every change.
+    /// A text that is different after every change.
     pub(crate) version: String,
     pub(crate) streams: BTreeMap<String, Dialect>,
 }
@@ -53,7 +53,7 @@ impl Shared {
         Ok(registry)
     }
 
-    /// The streams of a table: what they declare applies to the streams of the server that they cover.
+    /// Declares the streams of a table. A declaration applies to the streams on the server that its patterns cover.
     ///
     /// A bus that declares no streams changes nothing: the streams of others keep their dialects.
     pub(crate) async fn declare_table(&self, table: Streams) -> Result<()> {
@@ -105,7 +105,7 @@ impl Shared {
         self.load_registry().await.map(drop)
     }
 
-    /// The dialect of a stream: that of the table, if one is declared here.
+    /// The dialect of a stream: the declared one if this process declares the stream, else that of the registry.
     pub(crate) fn dialect(&self, key: &str, registry: &Registry) -> Dialect {
         let table = self.table.read().clone();
         let dotted = self.space.types(key).swap_remove(0);

@@ -1,4 +1,4 @@
-//! The scripts that run on the server: what must happen in one step.
+//! The scripts that run on the server. Each runs as one atomic step.
 
 use std::sync::LazyLock;
 
@@ -28,23 +28,23 @@ scripts! {
     DECLARE = "scripts/declare.lua";
     /// Removes a group.
     REMOVE = "scripts/remove.lua";
-    /// Counts what a group has before it.
+    /// Reads the progress of a group.
     INSPECT = "scripts/inspect.lua";
     /// The last ids of streams.
     LAST = "scripts/last.lua";
-    /// Where a reader waits for new entries.
+    /// An id that is smaller than those of all later entries.
     ENDS = "scripts/ends.lua";
     /// Sets the dialects of streams.
     REGISTER = "scripts/register.lua";
-    /// Renews the sign of life.
+    /// Renews the sign of life of an engine.
     ALIVE = "scripts/alive.lua";
-    /// Takes over what other programs left unfinished.
+    /// Takes over messages that other programs left unfinished.
     SWEEP = "scripts/sweep.lua";
-    /// Removes what every group has finished.
+    /// Removes events that every group has finished.
     TRIM = "scripts/trim.lua";
-    /// Counts what was removed before groups had read it.
+    /// Counts events that were removed before groups had read them.
     MISSED = "scripts/missed.lua";
-    /// Forgets retried letters after their time.
+    /// Removes retried dead letters after a time.
     TIDY = "scripts/tidy.lua";
     /// Skips the oldest events of a group.
     DROP = "scripts/drop.lua";

@@ -131,7 +131,8 @@ impl Shared {
         }
     }
 
-    /// Settles events that no handler saw: `None` finishes one, a time gives it back until then.
+    /// Settles events that no handler saw. `None` finishes an event; a duration gives it back, to be delivered after
+    /// it.
     pub(crate) async fn put_aside(
         &self,
         group: &Arc<Group>,
@@ -212,7 +213,7 @@ impl Shared {
         first_seen: Option<Timestamp>,
     ) -> Result<(String, wire::Fields)> {
         let event = &hold.record.event;
-        // What is no document is kept as its bytes.
+        // An event that cannot be written as a document is kept as the bytes of its payload.
         let original: Bytes = match encode(event, Dialect::Framework) {
             Ok(document) => document.into(),
             Err(_) => event.payload().clone(),

@@ -1,6 +1,6 @@
 //! The backlog of a stream: counted, dropped from, and trimmed.
 //!
-//! Trimming removes what every group has finished and no more, whatever the limit of the stream is.
+//! Trimming removes only events that every group has finished, whatever the limit of the stream is.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,7 +19,8 @@ const KEPT_RETRIED: Duration = Duration::from_secs(30 * 24 * 3600);
 /// How many records are looked at in one step.
 const STEP: usize = 200;
 
-/// How much of a stream is kept: so many events, or those of so long. It is recorded as `500000 -1`.
+/// How much of a stream is kept: a number of events, or the events of a time. It is recorded as `500000 -1`: events and
+/// milliseconds, -1 for no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Limit {
     most: Option<u64>,
@@ -55,7 +56,7 @@ impl Shared {
         covered.cloned().collect()
     }
 
-    /// Those of them that a group wants.
+    /// The covered streams that a group wants.
     fn owed<'a>(&self, covered: &'a [String], record: &Record) -> Result<Vec<&'a String>> {
         let patterns = record.patterns()?;
         let wanted = covered
@@ -97,7 +98,7 @@ impl Shared {
                 .text(DROPPED)
                 .number(keep)
                 .list(&keys);
-            // In steps, so that the server is not held up.
+            // In steps, so that the server is not blocked for long.
             loop {
                 let step = self.link.run(&DROP, &arguments).await?.list()?;
                 if step.is_empty() {
@@ -115,8 +116,8 @@ impl Shared {
         Ok(dropped.len() as u64)
     }
 
-    /// Removes what every group has finished from streams that are over their limits of length and age. What other
-    /// programs removed before groups had read it is counted first.
+    /// Removes events that every group has finished from streams that are over their limits of length and age. Events
+    /// that other programs removed before groups had read them are counted first.
     pub(crate) async fn trim_all(&self) -> Result<()> {
         let registry = self.load_registry().await?;
         let groups = self.load_groups().await?;
@@ -125,7 +126,7 @@ impl Shared {
         for key in registry.streams.keys() {
             let (mut wanting, mut others) = (Vec::new(), Vec::new());
             for (record, _) in &groups {
-                // Nothing waits for an ephemeral group.
+                // No event is kept for an ephemeral group.
                 match record.owner.is_none() && self.space.wanted(key, &record.patterns()?) {
                     true => wanting.push(record.name.as_str()),
                     false => others.push(record.name.as_str()),
@@ -133,7 +134,7 @@ impl Shared {
             }
             self.count_missed(key, &wanting).await;
             let limit = self.limit_of(key, recorded.get(key)).await;
-            // What no group wants is finished by none; but nothing waits for a notice without a reader.
+            // By default a stream that no group wants is not trimmed, except one of notices, which nobody has to read.
             let is_notice = self.space.types(key)[0].starts_with("system.");
             let kept = self.options.keep_finished;
             let kept = kept.filter(|_| !wanting.is_empty() || is_notice);
@@ -165,8 +166,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Raises the alarm for events that other programs removed before these groups had read them. A count that fails
-    /// is made later: a full memory must keep nothing from being trimmed.
+    /// Logs an error for events that other programs removed before these groups had read them. A count that fails is
+    /// repeated later: a full memory must not prevent trimming.
     pub(crate) async fn count_missed(&self, key: &str, groups: &[&str]) {
         if groups.is_empty() {
             return;
@@ -205,8 +206,8 @@ impl Shared {
         Ok(limits)
     }
 
-    /// The limit of a stream: that which this process declares, the recorded one, or the default of this process. What
-    /// it declares is recorded.
+    /// The limit of a stream: the one that this process declares, else the recorded one, else the default of this
+    /// process. A declared limit is recorded.
     async fn limit_of(&self, key: &str, recorded: Option<&Limit>) -> Limit {
         let dotted = self.space.types(key).swap_remove(0);
         let table = self.table.read().clone();

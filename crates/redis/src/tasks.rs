@@ -1,7 +1,7 @@
-//! What runs beside the calls: the wake-up, the sign of life, and the upkeep of groups and streams.
+//! The background tasks: the wake-up, the sign of life, and the upkeep of groups and streams.
 //!
 //! Events are claimed by a script, because a blocking read whose client has given up would still take events. So
-//! a blocking `XREAD`, on a connection of its own, only tells that there is something to claim.
+//! a blocking `XREAD`, on a connection of its own, only shows that there is something to claim.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
@@ -24,10 +24,10 @@ const BLOCK: Duration = Duration::from_secs(2);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// After more claimed events than this the ends of streams are asked for again before the next read.
 const FEW: u64 = 8;
-/// An engine is alive as long as its key; it renews the key this often.
+/// An engine counts as alive while its key exists. The key lives for `ALIVE_FOR`, and is renewed every `BEAT`.
 const ALIVE_FOR: Duration = Duration::from_secs(15);
 const BEAT: Duration = Duration::from_secs(4);
-/// How often removed engines are looked for, and streams are trimmed.
+/// How often dead engines are looked for, and streams are trimmed.
 const UPKEEP: Duration = Duration::from_secs(10);
 /// How often old records are forgotten.
 const TIDY: Duration = Duration::from_secs(600);
@@ -43,7 +43,7 @@ impl Shared {
         tokio::spawn(upkeep(Arc::downgrade(self)));
     }
 
-    /// From now on others can see that this engine is alive.
+    /// Renews the key that shows other engines that this one is alive.
     pub(crate) async fn be_alive(&self) -> Result<()> {
         let mut arguments = Arguments::default();
         arguments.text(&self.owner).millis(ALIVE_FOR);
@@ -56,7 +56,7 @@ impl Shared {
         Ok(owner == self.owner || self.link.ask(&exists).await?.number()? == 1)
     }
 
-    /// The engine ends, and its ephemeral groups with it.
+    /// Removes the ephemeral groups of this engine, and its sign of life.
     pub(crate) async fn leave(&self) {
         let own: Vec<String> = {
             let groups = self.groups.lock();
@@ -78,7 +78,8 @@ impl Shared {
 
     /// Removes the ephemeral groups of engines that are gone.
     ///
-    /// A server that was away for a while has forgotten every engine. So an engine must be missing twice in a row.
+    /// After the server was down for a while, the keys of all engines have expired. So an engine must be missing twice
+    /// in a row.
     async fn remove_orphans(&self, missing: &mut HashSet<String>) -> Result<()> {
         let before = std::mem::take(missing);
         for (record, revision) in self.load_groups().await? {
@@ -96,7 +97,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Takes over what other programs read for the groups of this process and did not finish.
+    /// Takes over messages that other programs read for the groups of this process and did not finish.
     pub(crate) async fn sweep(&self) -> Result<()> {
         let groups: Vec<_> = self.groups.lock().values().cloned().collect();
         let registry = self.registry();
@@ -169,7 +170,7 @@ async fn wake(shared: Weak<Shared>) {
                 continue;
             }
         };
-        // Not under a strong reference: an engine that is dropped ends.
+        // No strong reference while the read blocks, so that a dropped engine ends.
         drop(strong);
         let mut own = own;
         let answer = own.send_packed_command(&command).await;
@@ -184,7 +185,7 @@ async fn wake(shared: Weak<Shared>) {
             Err(error) => {
                 tracing::debug!(target: "everbus::redis", %error, "waiting for events");
                 seen.watched = None;
-                // One key that is no stream refuses the read of all of them.
+                // The server refuses the whole read if one key is no stream.
                 seen.check_types = error.code() == Some("WRONGTYPE");
                 if !seen.check_types {
                     connection = None;
@@ -199,22 +200,22 @@ async fn wake(shared: Weak<Shared>) {
 /// What earlier reads of the wake-up have shown.
 #[derive(Default)]
 struct Seen {
-    /// What the next read begins with; `None` if the server is to be asked first.
+    /// What the next read waits for; `None` if the server must be asked first.
     watched: Option<Watched>,
-    /// The streams whose ends are to be learnt.
+    /// The streams whose last ids must be read.
     answered: Vec<String>,
-    /// The last ids of streams that have answered. A stream may be ahead of the clock of the server: read from the time
-    /// of the server, it would answer without end.
+    /// The last ids of streams that have answered. The ids of a stream may be ahead of the clock of the server: a read
+    /// that begins at the time of the server would then answer again and again.
     ends: HashMap<String, EntryId>,
     check_types: bool,
-    /// Keys of another type.
+    /// Keys that are no streams.
     others: HashSet<String>,
 }
 
 /// The streams that are waited for.
 struct Watched {
     registry: Arc<Registry>,
-    /// Streams that have not answered are read from here.
+    /// Streams that have not answered are read after this id.
     common: EntryId,
     /// How many events this process had claimed when the last read answered.
     claimed: u64,
@@ -241,13 +242,14 @@ fn streams_of(answer: redis::Value) -> Vec<(String, EntryId)> {
     pairs.into_iter().filter_map(first).collect()
 }
 
-/// Wakes consumers at once for the streams that answered. If more came until their ends were learnt, consumers are woken
-/// once more: the next read begins after those ends.
+/// Wakes consumers at once, then reads the last ids of the streams that answered. If more entries came before that,
+/// consumers are woken once more, because the next read begins after these ids.
 async fn answered(shared: &Shared, seen: &mut Seen, streams: Vec<(String, EntryId)>) {
     let own_key = shared.space.own("wake");
     let events = !streams.is_empty() && streams.iter().all(|(key, _)| *key != own_key);
     let Some(watched) = seen.watched.as_mut().filter(|_| events) else {
-        // Time passed, a stream is new, or an event came back: the server is asked first.
+        // The read timed out, or the key `wake` answered: a stream is new, or an event came back. The server must be
+        // asked before the next read.
         seen.watched = None;
         seen.answered = streams.into_iter().map(|(key, _)| key).collect();
         return;
@@ -269,7 +271,7 @@ async fn answered(shared: &Shared, seen: &mut Seen, streams: Vec<(String, EntryI
     }
 }
 
-/// Learns the ends of the streams that answered, and which keys are no streams.
+/// Reads the last ids of the streams that answered, and which keys are no streams.
 async fn learn(shared: &Shared, registry: &Registry, seen: &mut Seen) -> Result<()> {
     if seen.check_types {
         seen.others.clear();
@@ -304,7 +306,7 @@ async fn watch(
         }
     };
     let claimed = shared.claimed.load(Ordering::Relaxed);
-    // What was claimed since would only end the read.
+    // Events that were claimed since would end the read at once, with nothing to claim.
     let is_fresh = |watched: &Watched| claimed.wrapping_sub(watched.claimed) <= FEW;
     let watched = match seen.watched.take().filter(is_fresh) {
         Some(watched) => watched,
@@ -332,7 +334,7 @@ async fn watch(
     Ok((own, read))
 }
 
-/// Notes an id before everything that comes, then lets consumers claim: what comes after that ends the read.
+/// Reads an id that is smaller than all later ones, then wakes the consumers. Events that come after that end the read.
 async fn look(shared: &Shared, seen: &mut Seen) -> Result<Watched> {
     let (registry, end) = loop {
         let registry = shared.registry();

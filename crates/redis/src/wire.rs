@@ -82,7 +82,7 @@ pub(crate) fn write(event: &Event, dialect: Dialect, dotted: &str) -> Result<Fie
     Ok(fields)
 }
 
-/// A document as every version of FastStream reads it.
+/// Wraps a document in the envelope that every version of FastStream reads.
 fn envelope(event: &Event, document: &[u8]) -> Result<Bytes> {
     let document = std::str::from_utf8(document)
         .map_err(|_| Error::new(Code::Unsupported, "the document is not text"))?;
@@ -106,7 +106,7 @@ pub(crate) fn id_name(event: &Event) -> String {
     }
 }
 
-/// What two appends of one event have in common: [`Event::same_body`].
+/// The digest of the body of an event: equal for events that are equal by [`Event::same_body`].
 pub(crate) fn digest(event: &Event) -> String {
     let mut sum = Sha256::new();
     let mut add = |part: &[u8]| {
@@ -155,7 +155,7 @@ fn hex(bytes: &[u8]) -> String {
     text
 }
 
-/// An entry as it was read: the event, and why it is not one of this stream's dialect, if it is not.
+/// An entry as it was read. `foreign` says why the entry is not of the dialect of its stream, if it is not.
 #[derive(Debug)]
 pub(crate) struct Read {
     pub(crate) event: Event,
@@ -349,7 +349,7 @@ fn of_others(around: Around<'_>, fields: &[Bytes], data: Option<&Bytes>) -> Read
         decode_beside(&body, dialect, &beside).map(|event| in_stream(around, event))
     };
     let read = match *dialect {
-        // Services of the framework write its documents without being asked.
+        // Services of the framework write framework documents to native streams too.
         Dialect::Native => by_dialect(Dialect::Framework).or_else(|_| {
             Event::builder(&**dotted)
                 .id(foreign_id())
@@ -382,8 +382,8 @@ fn of_others(around: Around<'_>, fields: &[Bytes], data: Option<&Bytes>) -> Read
     }
 }
 
-/// An event belongs to the stream that it is in: a document that names a type of another stream would be passed
-/// over by every group.
+/// Gives an event the type of the stream that it is in: an event with a type of another stream would be skipped by
+/// every group.
 fn in_stream(around: Around<'_>, event: Event) -> Event {
     let Source { key, dotted, .. } = around.source;
     if around.space.stream(event.event_type()) == **key {

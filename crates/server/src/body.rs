@@ -1,4 +1,4 @@
-//! Reading bodies and queries within their limits.
+//! Reads bodies and queries, within limits.
 
 use std::borrow::Cow;
 use std::io::Read as _;
@@ -19,9 +19,9 @@ use crate::problem::Problem;
 use crate::state::AppState;
 use crate::timer::ConnectionTimer;
 
-/// Of a body that is too large at most this much is read and thrown away,
+/// How many bytes of a too large body are read and dropped, at most.
 const DISCARDED: usize = 32 << 20;
-/// for at most this long.
+/// How long a too large body is read and dropped, at most.
 const DISCARDING: Duration = Duration::from_secs(2);
 
 /// The content type without parameters, in lower case.
@@ -57,10 +57,10 @@ impl<T: DeserializeOwned> FromRequest<AppState> for Input<T> {
     }
 }
 
-/// A small JSON body of a caller without a token.
+/// A small JSON body, for routes that need no token.
 pub(crate) struct SmallInput<T>(pub(crate) T);
 
-/// The largest of them.
+/// The largest small body, in bytes.
 const SMALL: usize = 4096;
 
 impl<T: DeserializeOwned> FromRequest<AppState> for SmallInput<T> {
@@ -81,7 +81,8 @@ impl<T: DeserializeOwned> FromRequest<AppState> for SmallInput<T> {
     }
 }
 
-/// The parameters of the query. Unknown ones are refused: a misspelt filter would match everything.
+/// The query parameters. Types that refuse unknown parameters are used: a misspelt filter would otherwise match
+/// everything.
 pub(crate) struct Params<T>(pub(crate) T);
 
 impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Params<T> {
@@ -100,13 +101,13 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Params<T> {
     }
 }
 
-/// Reads JSON; the error says where.
+/// Parses JSON. The error names the line and column.
 pub(crate) fn from_json<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Problem> {
     serde_json::from_slice(bytes)
         .map_err(|e| Problem::bad_request(format!("the body cannot be read: {e}")))
 }
 
-/// The refusal of a content type.
+/// The error for a content type that is not supported.
 pub(crate) fn unsupported(given: &str, wanted: &str) -> Problem {
     let what = if given.is_empty() {
         "the body has no content type".to_owned()
@@ -123,7 +124,7 @@ pub(crate) fn unsupported(given: &str, wanted: &str) -> Problem {
     .hint(hint)
 }
 
-/// Reads a body, and decompresses it.
+/// Reads a body, and decompresses it if it is gzip.
 pub(crate) async fn read(body: Body, request: &Parts, limits: &Limits) -> Result<Bytes, Problem> {
     let timer = timer_of(request, limits);
     let bytes = as_sent(body, &timer, limits).await?;
@@ -166,7 +167,7 @@ async fn as_sent(body: Body, timer: &ConnectionTimer, limits: &Limits) -> Result
                 discard(stream).await;
                 return Err(too_large(limits.body));
             }
-            // Small bodies come in one piece, which is not copied.
+            // A small body arrives in one piece: it is not copied.
             Some(Some(Ok(data))) if Some(data.len()) == length => return Ok(data),
             Some(Some(Ok(data))) => {
                 if bytes.is_empty() {
@@ -188,8 +189,8 @@ async fn as_sent(body: Body, timer: &ConnectionTimer, limits: &Limits) -> Result
     Ok(bytes.freeze())
 }
 
-/// Reads on for a moment without keeping anything: a connection that is closed with unread data is reset, and the
-/// client would not see the answer.
+/// Reads and drops more of the body for a moment. If a connection is closed with unread data, it is reset, and the
+/// client does not see the response.
 async fn discard(mut stream: BodyDataStream) {
     let reading = async {
         let mut left = DISCARDED;
@@ -203,7 +204,7 @@ async fn discard(mut stream: BodyDataStream) {
     let _ = tokio::time::timeout(DISCARDING, reading).await;
 }
 
-/// Decompresses up to a limit: a few kilobytes of gzip may hold gigabytes.
+/// Decompresses up to a limit: a few kilobytes of gzip may expand to gigabytes.
 async fn gunzip(bytes: Bytes, limit: usize) -> Result<Bytes, Problem> {
     let unzipped = tokio::task::spawn_blocking(move || {
         let mut plain = Vec::new();

@@ -1,5 +1,5 @@
-//! The demo: a small shop that runs in the server, so that every page has something to show. Orders come in, payments
-//! are taken, parcels leave; some steps fail, and some fail for good.
+//! The demo: a small shop that runs in the server, so that every page has data. It has orders, payments and parcels.
+//! Some steps fail and are retried, and some become dead letters.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ const GOODS: &[(&str, u32)] = &[
 ];
 const TOWNS: &[&str] = &["Lisbon", "Oslo", "Graz", "Leiden", "Porto", "Turku"];
 
-/// Subscribes the departments of the shop.
+/// Subscribes the handlers of the shop, and mounts its worker.
 pub(crate) async fn open(state: &AppState) -> Result<()> {
     let bus = state.bus();
     bus.subscribe("orders.order.placed")
@@ -46,14 +46,14 @@ pub(crate) async fn open(state: &AppState) -> Result<()> {
         .retry_with(|policy| policy.max_retries(1).base_delay(Duration::from_secs(3)))
         .handler(tell_customer)
         .await?;
-    // One at a time and slower than the orders come in bursts: its lag grows and shrinks.
+    // This group handles one event at a time, a little faster than orders arrive: it has a lag after a burst.
     bus.subscribe("orders.>")
         .group("stock")
         .name("count")
         .concurrency(1)
         .handler(count)
         .await?;
-    // An engine without a history has no jobs; the rest of the shop is open.
+    // An engine without a history has no jobs. The rest of the demo still runs.
     if let Ok(jobs) = state.jobs() {
         Worker::new(jobs)
             .id("demo-worker")
@@ -70,7 +70,7 @@ pub(crate) async fn open(state: &AppState) -> Result<()> {
     Ok(())
 }
 
-/// A job every few seconds: the pages of the shop's catalogue are made again.
+/// Submits a job every few seconds, which renews the catalogue of the shop, until the server stops.
 pub(crate) async fn catalogue(state: AppState) {
     let Ok(jobs) = state.jobs() else { return };
     let mut number = 1000 + u64::from(fastrand::u16(..));
@@ -130,7 +130,7 @@ async fn renew(task: Task) -> Result<Value, TaskError> {
     }
 }
 
-/// Customers: orders, in bursts, until the server ends.
+/// Publishes orders, sometimes in bursts, until the server stops.
 pub(crate) async fn customers(state: AppState) {
     let mut number = 1000 + u64::from(fastrand::u16(..));
     loop {
@@ -177,7 +177,7 @@ async fn charge(message: Message) -> HandlerResult {
                 order["order"]
             )));
         }
-        // Longer than its timeout.
+        // This takes longer than the timeout of the handler.
         13 => work(5000..6000).await,
         _ => {}
     }
@@ -221,7 +221,7 @@ async fn tell_customer(_message: Message) -> HandlerResult {
 }
 
 async fn count(_message: Message) -> HandlerResult {
-    work(150..900).await;
+    work(50..550).await;
     Ok(())
 }
 

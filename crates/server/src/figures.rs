@@ -1,7 +1,7 @@
 //! The figures of the overview: rates and latencies of the last minutes, the lag of groups, open breakers.
 //!
-//! A sample every two seconds costs little and gives the charts their past. Counting a long backlog costs more, so
-//! that the groups are looked at less often the longer it takes.
+//! A sample is taken every two seconds; the charts show the last ten minutes. Counting a long backlog is slow, so the
+//! groups are inspected less often the longer an inspection takes.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -22,11 +22,12 @@ const EVERY: Duration = Duration::from_secs(2);
 const SAMPLES: usize = 300;
 /// Rates and quantiles are over this many samples: ten seconds.
 const WINDOW: usize = 5;
-/// Groups are looked at again at the earliest after this time, and after fifty times what the look cost.
+/// Groups are inspected again after this time at the earliest, and after fifty times the duration of the last
+/// inspection.
 const LOOK_AFTER: Duration = Duration::from_secs(1);
 const LOOK_PER_COST: u32 = 50;
 
-/// Everything that is sampled.
+/// The samples and the cached state of the groups.
 pub(crate) struct Figures {
     bus: Bus,
     metrics: Metrics,
@@ -75,7 +76,7 @@ pub(crate) struct GroupFigures {
     pub(crate) waiting: u64,
     pub(crate) dead_letters: u64,
     pub(crate) behind_ms: u64,
-    /// The unsettled events of the last minutes.
+    /// The number of unsettled events in each sample of the last two minutes.
     pub(crate) spark: Vec<u64>,
 }
 
@@ -86,10 +87,10 @@ pub(crate) struct OpenBreaker {
     pub(crate) state: &'static str,
 }
 
-/// What the overview shows and the WebSocket sends every second.
+/// The figures that the overview shows. The WebSocket sends them every second.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Overview {
-    /// The newest point; without rates for the token of a tenant, which must not learn those of others.
+    /// The newest point. It has no rates for the token of a tenant, because the rates include other tenants.
     pub(crate) now: Point,
     pub(crate) groups: Vec<GroupFigures>,
     pub(crate) breakers: Vec<OpenBreaker>,
@@ -116,7 +117,7 @@ impl Figures {
         &self.processes
     }
 
-    /// Samples until the future is dropped.
+    /// Takes samples until the future is dropped.
     pub(crate) async fn run(&self) {
         let mut every = interval(EVERY);
         every.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -166,7 +167,7 @@ impl Figures {
         }
     }
 
-    /// The state of every group, at most a second old while counting is quick.
+    /// The state of every group, cached: at most a second old if the inspection is quick.
     pub(crate) async fn groups(&self) -> Result<Arc<Vec<GroupInfo>>> {
         let mut looked = self.looked.lock().await;
         if let Some(look) = &*looked
@@ -184,7 +185,7 @@ impl Figures {
         Ok(groups)
     }
 
-    /// The points of the last minutes, oldest first; none for the token of a tenant.
+    /// The points of the last ten minutes, oldest first; empty for the token of a tenant.
     pub(crate) fn points(&self, caller: &Caller) -> Vec<Point> {
         if caller.tenant().is_some() {
             return Vec::new();
@@ -235,7 +236,7 @@ impl Figures {
         shown.collect()
     }
 
-    /// The breakers of this process that are not closed.
+    /// The breakers of this process that are not closed; empty for the token of a tenant.
     pub(crate) fn breakers(&self, caller: &Caller) -> Vec<OpenBreaker> {
         if caller.tenant().is_some() {
             return Vec::new();
@@ -256,7 +257,7 @@ impl Figures {
     }
 }
 
-/// What happened between an earlier sample and now.
+/// The rates and quantiles between an earlier sample and now.
 fn point(now: Timestamp, totals: &Totals, before: &Sample) -> Point {
     let seconds = now.since(before.at).as_secs_f64().max(0.001);
     let rate = |now: f64, before: f64| ((now - before).max(0.0) / seconds * 10.0).round() / 10.0;

@@ -1,9 +1,9 @@
 //! The Everbus server: HTTP API, consumers without Rust, WebSocket, dashboard and metrics.
 //!
-//! [`Server`] is opened on a [`Bus`](everbus::Bus) and serves until it is told to stop. `routes` is the one list
-//! of routes: the router, the OpenAPI document and the security tests are made from it, and it checks the scope of
-//! the caller before a handler runs. `auth` knows who calls, `api` has the handlers of `/v1`, a file per topic,
-//! `listen` accepts connections within their limits.
+//! [`Server`] is bound on a [`Bus`](everbus::Bus) and serves until it is told to stop. `routes` checks the scope of the
+//! caller before a handler runs; the router, the OpenAPI document and the security tests are made from the same list of
+//! routes. `auth` identifies callers, `api` has the handlers of `/v1` with a file per topic, and `listen` accepts
+//! connections within limits.
 
 mod api;
 pub mod auth;

@@ -1,4 +1,4 @@
-//! Accepting connections within their limits: how many, how long their headers take, TLS.
+//! Accepts connections, with TLS, within limits: their number, and the time for their headers.
 
 use std::convert::Infallible;
 use std::io;
@@ -27,12 +27,12 @@ use crate::timer::ConnectionTimer;
 
 /// The headers of a request, all together, have at most this many bytes.
 const HEADER_BYTES: usize = 64 * 1024;
-/// After the stop, requests under way get this long.
+/// How long the server waits for running requests when it stops.
 const DRAIN: Duration = Duration::from_secs(25);
-/// Without a free file descriptor the next try waits.
+/// The pause after a failed accept, for example without a free file descriptor.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Serves until the state says stop, then lets requests under way finish.
+/// Serves until the server stops, then lets running requests finish.
 pub(crate) async fn serve(
     listener: TcpListener,
     router: Router,
@@ -82,7 +82,7 @@ pub(crate) async fn serve(
 type Accepted = (TcpStream, Peer, tokio::sync::OwnedSemaphorePermit);
 
 async fn accept(listener: &TcpListener, seats: &Arc<Semaphore>) -> io::Result<Accepted> {
-    // Taken first: a connection without a seat waits in the queue of the operating system.
+    // The permit is taken before the accept: connections over the limit wait in the queue of the operating system.
     let seat = seats.clone().acquire_owned().await;
     let seat = seat.map_err(io::Error::other)?;
     let (stream, address) = listener.accept().await?;

@@ -1,4 +1,4 @@
-//! What moves while the server runs: the end of the log, the figures, and how many clients listen.
+//! The live state of a server: the end of the log, the figures, and the number of listeners.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,7 +10,7 @@ use crate::figures::Figures;
 use crate::metrics::Metrics;
 use crate::ws::follow::Hub;
 
-/// Shared by the WebSocket, the server-sent events, the dashboard and the metrics.
+/// The state that the WebSocket, server-sent events, the dashboard and the metrics share.
 pub(crate) struct LiveState {
     hub: Arc<Hub>,
     figures: Figures,
@@ -34,12 +34,12 @@ impl LiveState {
         &self.figures
     }
 
-    /// How many clients listen now.
+    /// The number of connected listeners: clients of the WebSocket and of server-sent events.
     pub(crate) fn listeners(&self) -> usize {
         self.listeners.load(Ordering::Relaxed)
     }
 
-    /// Waits until every client has left, for a while.
+    /// Waits until every listener has left, at most for `patience`.
     pub(crate) async fn until_left(&self, patience: Duration) {
         let left = async {
             while self.listeners() > 0 {
@@ -49,7 +49,7 @@ impl LiveState {
         let _ = tokio::time::timeout(patience, left).await;
     }
 
-    /// Takes one of `most` places for listeners; it is free again when the place is dropped.
+    /// Takes one of `most` places for listeners; `None` if all are taken. Dropping the place frees it.
     pub(crate) fn connect(&self, most: usize) -> Option<Place> {
         let taken = self.listeners.fetch_add(1, Ordering::Relaxed);
         let place = Place(self.listeners.clone());

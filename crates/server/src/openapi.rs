@@ -26,7 +26,7 @@ fn json_text(text: &str) -> Response {
     ([(header::CONTENT_TYPE, kind)], text.to_owned()).into_response()
 }
 
-/// The document of these routes.
+/// Makes the document for these routes.
 pub(crate) fn document(routes: &[Route]) -> Value {
     let settings = SchemaSettings::draft2020_12().with(|settings| {
         settings.definitions_path = "/components/schemas".into();
@@ -105,7 +105,7 @@ fn operation(route: &Route, problem: &Schema, generator: &mut SchemaGenerator) -
     operation
 }
 
-/// The fields of an object as parameters of a query.
+/// The fields of an object as query parameters.
 fn query_parameters(schema: &Schema) -> Vec<Value> {
     let properties = schema.get("properties").and_then(Value::as_object);
     let required = schema.get("required").and_then(Value::as_array);
@@ -118,7 +118,7 @@ fn query_parameters(schema: &Schema) -> Vec<Value> {
             let about = schema
                 .as_object_mut()
                 .and_then(|schema| schema.remove("description"));
-            // A parameter of a query is there or not, and never null.
+            // A query parameter can be absent, but not null.
             if let Some(Value::Array(kinds)) = schema.get_mut("type") {
                 kinds.retain(|kind| kind != "null");
             }
@@ -137,7 +137,7 @@ fn path_names(path: &str) -> impl Iterator<Item = &str> {
         .filter_map(|part| part.strip_prefix('{')?.strip_suffix('}'))
 }
 
-/// `GET /v1/events/{id}` as `get_events_id`.
+/// The id of an operation: `GET /v1/events/{id}` becomes `get_events_id`.
 fn operation_id(method: &str, path: &str) -> String {
     let words = path
         .split(|c: char| !c.is_ascii_alphanumeric())

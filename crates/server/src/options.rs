@@ -14,35 +14,35 @@ use everbus_jobs::health::Thresholds;
 pub struct ServerOptions {
     /// The address to listen on.
     pub listen: SocketAddr,
-    /// Names that a request may have in its `Host` header, besides the loopback names. Checked while no token
-    /// exists: a page of another site could otherwise reach the server under a name of its own (DNS rebinding).
+    /// Names that are allowed in the `Host` header, besides the loopback names. Checked while the server needs no
+    /// token: otherwise a page of another site could reach the server under its own host name (DNS rebinding).
     pub hosts: Vec<String>,
-    /// Origins whose pages may call the API, such as `https://ops.example.com`. Empty: none but the server's own.
+    /// Origins whose pages may call the API, such as `https://ops.example.com`, besides the server's own.
     pub origins: Vec<String>,
-    /// The certificate and the key, if the server speaks TLS itself.
+    /// The certificate and the key, if the server itself uses TLS.
     pub tls: Option<Tls>,
-    /// What a client may ask for.
+    /// Limits for HTTP clients.
     pub limits: Limits,
-    /// What a client of the WebSocket may ask for.
+    /// Limits for clients of the WebSocket.
     pub websocket: WebSocketLimits,
-    /// Which metrics exist besides those under `everbus_`.
+    /// Additional names of metrics, besides those that begin with `everbus_`.
     pub metrics_compat: Vec<MetricsCompat>,
-    /// Whether a small shop runs beside it, for newcomers.
+    /// Whether the server runs the demo, a small shop.
     pub demo: bool,
-    /// Webhooks may go to `http:` and to private addresses, for development and internal networks.
+    /// Whether webhooks may use `http:` and private addresses, for development and internal networks.
     pub private_webhooks: bool,
-    /// The file of the index of tasks. It is built from the events, so it can be deleted. `None`: it is in memory.
+    /// The file of the task index. It is built from the events, so it can be deleted. `None`: the index is in memory.
     pub task_index: Option<PathBuf>,
     /// When the health of running tasks is checked, as a cron expression. `None`: never.
     pub health_check: Option<String>,
-    /// When a task is not healthy, or waits for too long.
+    /// The limits beyond which a task is not healthy, or waits too long.
     pub task_health: Thresholds,
-    /// Who is told when something is wrong, and when a job ends.
+    /// The webhooks for alerts and job ends.
     pub alerts: Alerts,
 }
 
 impl ServerOptions {
-    /// The settings of a configuration file, over the defaults.
+    /// The settings of a configuration file; defaults for the rest.
     pub fn from_config(config: &Config) -> Self {
         let mut options = Self {
             metrics_compat: match config.metrics_compat {
@@ -172,9 +172,9 @@ pub struct WebSocketLimits {
     pub queued: usize,
     /// How often the server sends a ping.
     pub ping_every: Duration,
-    /// The time in which the client answers it.
+    /// The time in which the client must answer a ping.
     pub pong_within: Duration,
-    /// So many answers in a row may be missed before the client is disconnected.
+    /// A client that misses this many answers in a row is disconnected.
     pub missed_pongs: u32,
 }
 
@@ -196,9 +196,9 @@ impl Default for WebSocketLimits {
 /// Names of metrics that a specification asks for, besides those under `everbus_`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MetricsCompat {
-    /// `omni_events_total` and its companions.
+    /// `omni_events_total` and related names.
     Omni,
-    /// `consumer_lag_events` and its companions.
+    /// `consumer_lag_events` and related names.
     Framework,
 }
 

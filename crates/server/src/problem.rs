@@ -27,13 +27,13 @@ struct Document {
     detail: String,
     /// The stable code.
     code: String,
-    /// What to do about it.
+    /// What to do about the problem.
     #[serde(skip_serializing_if = "Option::is_none")]
     hint: Option<String>,
-    /// The request may have taken effect. Repeat it with the same event ids.
+    /// Whether the request may have taken effect. Repeat it with the same event ids.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     outcome_unknown: bool,
-    /// The first event of a batch that was refused, from 0.
+    /// The index of the first refused event of a batch, from 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     index: Option<usize>,
     /// How many events of a stream of lines are stored.
@@ -46,7 +46,7 @@ struct Document {
 }
 
 impl Problem {
-    /// A problem of the request itself. The code is in CamelCase, such as `UnsupportedMediaType`.
+    /// A problem with this status and code. The code is in CamelCase, such as `UnsupportedMediaType`.
     pub fn new(status: StatusCode, code: &str, detail: impl Into<String>) -> Self {
         Self(Box::new(Document {
             kind: format!("urn:everbus:error:{code}"),
@@ -70,14 +70,14 @@ impl Problem {
         self
     }
 
-    /// Says which event of a batch it is about, from 0.
+    /// Sets the index of the refused event of a batch, from 0.
     #[must_use]
     pub fn at(mut self, index: usize) -> Self {
         self.0.index = Some(index);
         self
     }
 
-    /// Says how many events of a stream of lines are stored.
+    /// Sets how many events of a stream of lines are stored.
     #[must_use]
     pub fn published(mut self, events: u64) -> Self {
         self.0.published = Some(events);
@@ -91,7 +91,7 @@ impl Problem {
         self
     }
 
-    /// There is no valid token.
+    /// The problem of a request without a valid token.
     pub fn unauthenticated(detail: impl Into<String>) -> Self {
         let mut problem = Self::new(StatusCode::UNAUTHORIZED, "Unauthenticated", detail)
             .hint("send Authorization: Bearer TOKEN; `everbus token create` makes one");
@@ -99,17 +99,17 @@ impl Problem {
         problem
     }
 
-    /// The caller may not do this.
+    /// The problem of a request that the caller may not make.
     pub fn forbidden(detail: impl Into<String>) -> Self {
         Self::new(StatusCode::FORBIDDEN, "Forbidden", detail)
     }
 
-    /// There is nothing with this name.
+    /// The problem of a request for something that does not exist.
     pub fn not_found(detail: impl Into<String>) -> Self {
         Self::new(StatusCode::NOT_FOUND, "NotFound", detail)
     }
 
-    /// The request cannot be understood.
+    /// The problem of an invalid request.
     pub fn bad_request(detail: impl Into<String>) -> Self {
         Self::new(StatusCode::BAD_REQUEST, "InvalidRequest", detail)
     }
@@ -124,7 +124,7 @@ impl Problem {
         &self.0.code
     }
 
-    /// What to do about it.
+    /// What to do about the problem.
     pub fn hint_text(&self) -> Option<&str> {
         self.0.hint.as_deref()
     }
@@ -156,7 +156,7 @@ impl From<Error> for Problem {
 
 impl IntoResponse for Problem {
     fn into_response(self) -> Response {
-        // Texts and numbers: serialising them cannot fail.
+        // The document has only texts, numbers and booleans: serialising it cannot fail.
         let body = serde_json::to_vec(&self).unwrap_or_default();
         let kind = HeaderValue::from_static(CONTENT_TYPE);
         let mut response = (self.status(), [(header::CONTENT_TYPE, kind)], body).into_response();
@@ -172,7 +172,7 @@ impl IntoResponse for Problem {
     }
 }
 
-/// `IdReused` as `Id reused`.
+/// The title of a code: `IdReused` becomes `Id reused`.
 fn title(code: &str) -> String {
     let mut title = String::with_capacity(code.len() + 4);
     for (n, c) in code.chars().enumerate() {

@@ -1,5 +1,5 @@
-//! The figures of every process that shares the store: each server reports its totals there, and reads those of
-//! the others.
+//! The totals of all servers that share the store: each server writes its totals to the store, and reads those of the
+//! others.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -13,19 +13,19 @@ use crate::metrics::Metrics;
 const BUCKET: &str = "everbus-processes";
 /// How often a process reports, if its figures have changed.
 const EVERY: Duration = Duration::from_secs(5);
-/// A process that has nothing new to say reports this often, so that it is known to live.
+/// How often a process reports unchanged figures, so that the others know that it runs.
 const AT_LEAST: Duration = Duration::from_secs(60);
-/// A report is forgotten after this time.
+/// A report expires after this time.
 const LASTS: Duration = Duration::from_secs(150);
 
-/// What a process has counted since it began.
+/// The totals of a process since its start.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Totals {
     pub(crate) published: f64,
     pub(crate) handled: f64,
     pub(crate) failed: f64,
     pub(crate) dead_lettered: f64,
-    /// The buckets of the latency, all groups together.
+    /// The buckets of the latency histogram, summed over all groups.
     pub(crate) latency: Vec<u64>,
 }
 
@@ -67,11 +67,11 @@ pub(crate) struct Report {
 /// The processes that share the store.
 pub(crate) struct Processes {
     kv: Option<Kv>,
-    /// The key of this process.
+    /// The key of this process in the store.
     own: String,
     started_at: Timestamp,
     others: Mutex<BTreeMap<String, Report>>,
-    /// What processes that have ended had counted: a sum must not fall when one of them stops.
+    /// The totals of processes that have ended, so that the sum does not fall when a process stops.
     ended: Mutex<Totals>,
 }
 
@@ -118,7 +118,7 @@ impl Processes {
         }
     }
 
-    /// Reports and follows the others, until the future is dropped.
+    /// Reports the totals of this process and reads those of the others, until the future is dropped.
     pub(crate) async fn run(&self, metrics: &Metrics) {
         let Some(kv) = &self.kv else {
             return;
@@ -130,7 +130,7 @@ impl Processes {
                 let quiet = last.as_ref().is_some_and(|last| {
                     last.totals == report.totals && report.at.since(last.at) < AT_LEAST
                 });
-                // A store that is busy now takes the next report.
+                // After an error the next round reports again.
                 if !quiet && kv.put_json(&*self.own, &report).ttl(LASTS).await.is_ok() {
                     last = Some(report);
                 }
@@ -168,7 +168,7 @@ impl Processes {
         }
     }
 
-    /// Takes the report of this process back.
+    /// Deletes the report of this process.
     pub(crate) async fn leave(&self) {
         if let Some(kv) = &self.kv {
             let _ = kv.delete(&*self.own).await;

@@ -1,6 +1,6 @@
-//! The list of routes. A route is declared once, with the scope that it needs; the router, the OpenAPI document
-//! and the security tests are made from the list. The scope is checked here, before a handler runs, so that no
-//! handler can forget it.
+//! Routes and their checks. A route is declared once, with the scope that it needs. The router, the OpenAPI document
+//! and the security tests are made from the list of routes. The scope is checked here, before a handler runs, so that
+//! no handler can forget it.
 
 use std::sync::Arc;
 
@@ -24,14 +24,14 @@ use crate::guard::{Connection, Context};
 use crate::problem::Problem;
 use crate::state::AppState;
 
-/// What a route asks of its caller.
+/// What a route requires of its caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Anyone: health checks, the login page, static files.
+    /// Nothing: for health checks, the login page, static files.
     Public,
-    /// A token with this scope, for programs. Without one the answer is a problem document.
+    /// A token or a session with this scope. Without one the response is a problem document.
     Scope(Scope),
-    /// A token or a session with this scope, for people. Without one the answer is the login page.
+    /// A token or a session with this scope. Without one the response redirects to the login page.
     Page(Scope),
 }
 
@@ -42,25 +42,25 @@ pub struct Route {
     handler: MakeHandler,
 }
 
-/// Puts the check of a route before its handler.
+/// Makes the handler of a route with its check.
 type MakeHandler = Box<dyn FnOnce(Arc<Checked>) -> MethodRouter<AppState>>;
 
-/// A route as it is listed: what the security tests go through.
+/// The description of a route. The security tests go through the list of these.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Listed {
     /// The method.
     pub method: Method,
     /// The path, with `{parameters}`.
     pub path: &'static str,
-    /// What it asks of its caller.
+    /// What it requires of its caller.
     pub access: Access,
-    /// Only for tokens without a tenant: what it shows or changes belongs to every tenant.
+    /// Whether tokens of a tenant are refused: the route shows or changes data of all tenants.
     pub all_tenants: bool,
 }
 
 type SchemaOf = fn(&mut SchemaGenerator) -> Schema;
 
-/// What the OpenAPI document says about a route. Routes without a summary are not in the document.
+/// The description of a route in the OpenAPI document. Routes without a summary are not in the document.
 #[derive(Default)]
 pub(crate) struct Doc {
     pub(crate) summary: &'static str,
@@ -78,7 +78,7 @@ impl Route {
         H: Handler<T, AppState>,
         T: 'static,
     {
-        // The methods used here all have a filter.
+        // All methods that are used here have a filter.
         let filter = MethodFilter::try_from(method.clone()).unwrap_or(MethodFilter::GET);
         Self {
             listed: Listed {
@@ -122,28 +122,28 @@ impl Route {
         Self::new(Method::DELETE, path, access, handler)
     }
 
-    /// Refuses tokens of a tenant: what the route shows or changes belongs to every tenant.
+    /// Refuses tokens of a tenant: the route shows or changes data of all tenants.
     #[must_use]
     pub fn all_tenants(mut self) -> Self {
         self.listed.all_tenants = true;
         self
     }
 
-    /// Describes the route, and so puts it into the OpenAPI document.
+    /// Sets the summary. Only a route with a summary is in the OpenAPI document.
     #[must_use]
     pub fn summary(mut self, summary: &'static str) -> Self {
         self.doc.summary = summary;
         self
     }
 
-    /// The parameters of its query.
+    /// Declares the query parameters.
     #[must_use]
     pub fn query<Q: JsonSchema>(mut self) -> Self {
         self.doc.query = Some(Q::json_schema);
         self
     }
 
-    /// A JSON body.
+    /// Declares a JSON body.
     #[must_use]
     pub fn json<B: JsonSchema>(mut self) -> Self {
         let schema: SchemaOf = SchemaGenerator::subschema_for::<B>;
@@ -151,14 +151,14 @@ impl Route {
         self
     }
 
-    /// A body of another content type, without a schema.
+    /// Declares a body of another content type, without a schema.
     #[must_use]
     pub fn accepts(mut self, content_type: &'static str) -> Self {
         self.doc.bodies.push((content_type, None));
         self
     }
 
-    /// What it answers.
+    /// Declares the response and its status.
     #[must_use]
     pub fn returns<R: JsonSchema>(mut self, status: u16) -> Self {
         self.doc.status = status;
@@ -166,7 +166,7 @@ impl Route {
         self
     }
 
-    /// The content type of an answer that is not JSON.
+    /// Declares the content type of a response that is not JSON.
     #[must_use]
     pub fn answers(mut self, content_type: &'static str) -> Self {
         self.doc.content_type = Some(content_type);
@@ -180,7 +180,7 @@ impl std::fmt::Debug for Route {
     }
 }
 
-/// The router of these routes, each behind its check.
+/// Makes the router for these routes, each with its check.
 pub(crate) fn router(state: &AppState, routes: Vec<Route>) -> Router<AppState> {
     let mut router = Router::new();
     for route in routes {
@@ -195,13 +195,14 @@ pub(crate) fn router(state: &AppState, routes: Vec<Route>) -> Router<AppState> {
     router
 }
 
-/// What the check of a route needs.
+/// The data that the check of a route needs.
 struct Checked {
     state: AppState,
     route: Listed,
 }
 
-/// A handler behind the check of its route. A layer of the router would copy the services below it for each request.
+/// A handler with the check of its route. A router layer would clone the inner services for each request, so this is a
+/// handler.
 #[derive(Clone)]
 struct Guarded<H> {
     check: Arc<Checked>,
@@ -221,14 +222,14 @@ impl<H: Handler<T, AppState>, T: 'static> Handler<(Guarded<()>, T), AppState> fo
     }
 }
 
-/// Runs a request in the context that its client gave, and a request of the API in a span of its own.
+/// Runs a request with the trace and correlation id of the client. A request to the API also gets its own span.
 async fn check(to: Arc<Checked>, mut request: Request, run: Run) -> Response {
     let span = span(&to.route, &request);
     let context = request.extensions_mut().remove::<Context>();
     if span.is_disabled() && context.is_none() {
         return checked(&to, request, run).await;
     }
-    // Boxed: few requests need this, and the futures of the others should be small.
+    // The future is boxed only here: few requests need it, and the futures of the others stay small.
     let mut served = checked(&to, request, run).boxed();
     if let Some(context) = context {
         if let Some(trace) = context.trace {
@@ -247,7 +248,7 @@ async fn check(to: Arc<Checked>, mut request: Request, run: Run) -> Response {
     response
 }
 
-/// The span of a request to the API, named as OpenTelemetry asks; other requests have none.
+/// The span of a request to the API, with the names of OpenTelemetry; no span for other requests.
 fn span(route: &Listed, request: &Request) -> Span {
     if !route.path.starts_with("/v1/") {
         return Span::none();
@@ -270,7 +271,7 @@ fn span(route: &Listed, request: &Request) -> Span {
     span
 }
 
-/// Finds out who calls, compares with what the route asks, and runs the handler in the name of the caller.
+/// Identifies the caller, checks what the route requires, and runs the handler with the caller as the operator.
 async fn checked(to: &Checked, request: Request, run: Run) -> Response {
     let Checked { state, route } = to;
     let (scope, is_page) = match route.access {
@@ -278,7 +279,7 @@ async fn checked(to: &Checked, request: Request, run: Run) -> Response {
         Access::Scope(scope) => (scope, false),
         Access::Page(scope) => (scope, true),
     };
-    // A body cannot be shared between threads, so only the rest of the request is borrowed across the wait.
+    // A body is not `Sync`, so only the other parts of the request are borrowed across the await.
     let (mut parts, body) = request.into_parts();
     let peer = parts.extensions.get::<Connection>().map(|of| of.peer);
     let caller = match Caller::of(state, &parts.headers, peer).await {
@@ -287,7 +288,7 @@ async fn checked(to: &Checked, request: Request, run: Run) -> Response {
             return to_login(&parts);
         }
         Err(problem) => {
-            // Guessing tokens is limited like any other request.
+            // Guesses of tokens count against the rate limit too.
             let limited = peer.map(|peer| state.rates().take(|| peer.unnamed()));
             return match limited {
                 Some(Err(limited)) => limited.into_response(),
@@ -326,7 +327,7 @@ fn to_login(request: &Parts) -> Response {
 impl<S: Sync> FromRequestParts<S> for Caller {
     type Rejection = Problem;
 
-    /// The caller, as the check of the route found it. Handlers of public routes have none.
+    /// The caller that the check of the route found. Public routes have no caller.
     async fn from_request_parts(parts: &mut http::request::Parts, _: &S) -> Result<Self, Problem> {
         let connection = parts.extensions.get::<Connection>();
         let caller = connection.and_then(|connection| connection.caller.clone());

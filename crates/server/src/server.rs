@@ -1,4 +1,4 @@
-//! A server on a bus: from binding the address to the last request.
+//! The server: from binding the address to the last request.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::routes::{Route, router};
 use crate::state::AppState;
 use crate::{api, consumers, dashboard, demo, listen, metrics, openapi, sse, tasks, ws};
 
-/// After the stop, WebSockets get this long to say so and to give back what they hold.
+/// How long the server waits for WebSockets when it stops: they tell their clients, and give back their leases.
 const LEAVE: Duration = Duration::from_secs(5);
 
-/// A server that is bound to its address and has not begun to serve.
+/// A server that is bound to its address, and does not serve yet.
 pub struct Server {
     state: AppState,
     listener: TcpListener,
@@ -40,7 +40,7 @@ fn routes() -> Vec<Route> {
 impl Server {
     /// Binds the address.
     ///
-    /// An address beyond loopback is refused while no token exists: anyone who reaches it could read and publish
+    /// An address that is not loopback is refused while no token exists: anyone who can reach it could read and publish
     /// everything.
     pub async fn bind(bus: Bus, config: Option<Config>, options: ServerOptions) -> Result<Self> {
         let listen = options.listen;
@@ -80,13 +80,13 @@ impl Server {
         format!("{scheme}://{}", self.address)
     }
 
-    /// What its request handlers can reach.
+    /// The state that request handlers share.
     pub fn state(&self) -> &AppState {
         &self.state
     }
 
-    /// Serves until `stop` resolves. Then it accepts no more connections, ends long polls and streams, lets
-    /// requests under way finish, and shuts the bus down.
+    /// Serves until `stop` resolves. Then it accepts no more connections, ends long polls and streams, lets running
+    /// requests finish, and shuts the bus down.
     pub async fn run(self, stop: impl Future<Output = ()> + Send + 'static) -> Result<Shutdown> {
         let Self {
             state,
@@ -101,7 +101,7 @@ impl Server {
         }
         tasks::mount_alerts(&state).await?;
         if let Some(cron) = &state.options().health_check {
-            // Said before the server runs, and not in the log of a later hour.
+            // A wrong cron expression is reported here, not in the log when the schedules start.
             everbus_jobs::schedule::CronTimes::new(cron, "UTC")?;
         }
         state.bus().start().await?;
@@ -113,7 +113,7 @@ impl Server {
             stopping.stop();
         });
         listen::serve(listener, router, tls, &state).await;
-        // WebSockets give back what their clients hold, which needs the bus.
+        // WebSockets give back the leases of their clients, which needs the bus.
         state.live().until_left(LEAVE).await;
         waiting.abort();
         background.shutdown().await;
@@ -130,7 +130,7 @@ impl std::fmt::Debug for Server {
     }
 }
 
-/// The work beside requests. Each task ends with the server.
+/// Starts the background tasks. They end with the server.
 fn start_background(state: &AppState, background: &mut JoinSet<()>) {
     let tokens = state.clone();
     background.spawn(async move { tokens.tokens().follow().await });
@@ -144,7 +144,7 @@ fn start_background(state: &AppState, background: &mut JoinSet<()>) {
     background.spawn(async move { figures.live().figures().run().await });
 }
 
-/// The router. [`around`](crate::guard::around) puts the rest around each request.
+/// Makes the router. [`around`](crate::guard::around) adds the code around each request.
 pub(crate) fn app(state: &AppState) -> Router {
     let mut all = routes();
     let document = openapi::document(&all);

@@ -1,4 +1,4 @@
-//! Server-sent events at `/v1/events/stream`, for clients that only listen. `Last-Event-ID` resumes.
+//! Server-sent events at `/v1/events/stream`, for clients that only listen. `Last-Event-ID` continues a stream.
 
 use std::convert::Infallible;
 use std::time::Duration;
@@ -19,11 +19,11 @@ use crate::state::AppState;
 use crate::ws::follow::{Follow, Followed};
 use crate::ws::protocol;
 
-/// A comment this often keeps proxies from closing a quiet stream.
+/// How often a comment is sent, so that proxies do not close an idle stream.
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
-/// How often the token of a client is looked at.
+/// How often the token of a client is checked.
 const VALID_EVERY: Duration = Duration::from_secs(2);
-/// What a client is told to wait before it connects again, in milliseconds.
+/// How long clients are told to wait before they reconnect.
 const RETRY: Duration = Duration::from_secs(1);
 
 pub(crate) fn routes() -> Vec<Route> {
@@ -38,7 +38,7 @@ pub(crate) fn routes() -> Vec<Route> {
 #[derive(Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct Wanted {
-    /// Event types, separated by commas: `order.*,payment.failed`. All but `system.` if it is left out.
+    /// Patterns of event types, separated by commas: `order.*,payment.failed`. Default: all but `system.` events.
     #[serde(default)]
     types: Option<String>,
     /// Only events of this tenant.
@@ -47,7 +47,7 @@ struct Wanted {
     /// `new` (the default), `first`, `last` or a time.
     #[serde(default)]
     from: Option<String>,
-    /// Continue after this cursor. The header `Last-Event-ID` does the same and wins.
+    /// Continue after this cursor. The header `Last-Event-ID` has the same effect and takes precedence.
     #[serde(default)]
     after: Option<String>,
 }
@@ -104,13 +104,13 @@ struct Listening {
     page: std::vec::IntoIter<Followed>,
     state: AppState,
     caller: Caller,
-    /// When the token is looked at.
+    /// Ticks when the token has to be checked.
     valid: tokio::time::Interval,
     _place: Place,
 }
 
 impl Listening {
-    /// The next event; `None` at the end of the server, of the token, or after an error of the engine.
+    /// The next event. `None` if the server stops, the token becomes invalid, or the engine fails.
     async fn next(&mut self) -> Option<Event> {
         loop {
             if let Some(followed) = self.page.next() {
@@ -130,13 +130,13 @@ impl Listening {
 }
 
 async fn next_page(follow: &mut Follow) -> Option<std::vec::IntoIter<Followed>> {
-    // The stream ends with an error of the engine; the client connects again and continues.
+    // After an error of the engine the stream ends; the client reconnects and continues.
     follow.next().await.ok().map(Vec::into_iter)
 }
 
 fn sent(followed: &Followed) -> Event {
     let json = followed.event.json();
-    // In JSON a carriage return is white space between values, and server-sent events cannot carry one.
+    // Server-sent events cannot contain a carriage return. In JSON it is only white space between values.
     let data = json.replace('\r', " ");
     Event::default().id(followed.cursor.to_string()).data(data)
 }

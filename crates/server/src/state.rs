@@ -1,4 +1,4 @@
-//! What every request handler can reach.
+//! The state that all request handlers share.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,7 +16,7 @@ use crate::options::ServerOptions;
 use crate::routes::Listed;
 use crate::tasks::Tasks;
 
-/// What every request handler can reach. Clones are the same state.
+/// The state that all request handlers share. Clones refer to the same state.
 #[derive(Clone)]
 pub struct AppState(Arc<Inner>);
 
@@ -68,32 +68,32 @@ impl AppState {
         &self.0.options
     }
 
-    /// Who may call.
+    /// The tokens.
     pub fn tokens(&self) -> &Tokens {
         &self.0.tokens
     }
 
-    /// What moves: the end of the log, and the figures.
+    /// The live state: the end of the log, the figures, and the number of listeners.
     pub(crate) fn live(&self) -> &LiveState {
         &self.0.live
     }
 
-    /// The replays that this server has begun.
+    /// The replays that this server has started.
     pub(crate) fn replays(&self) -> &RunningReplays {
         &self.0.replays
     }
 
-    /// The webhooks of the API that run in this server.
+    /// The webhooks that were declared over HTTP and run in this server.
     pub(crate) fn webhooks(&self) -> &Webhooks {
         &self.0.webhooks
     }
 
-    /// What runs for tasks and jobs.
+    /// The handle for tasks and jobs, and the start of their background work.
     pub(crate) fn tasks(&self) -> &Tasks {
         &self.0.tasks
     }
 
-    /// Tasks and jobs, of the default tenant. `Unsupported` if the engine has no history.
+    /// The tasks and jobs of the default tenant. Fails with `Unsupported` if the engine has no history.
     pub(crate) fn jobs(&self) -> Result<Jobs> {
         self.0.tasks.open(&self.0.bus, &self.0.options)
     }
@@ -102,13 +102,13 @@ impl AppState {
         &self.0.rates
     }
 
-    /// Whether requests need no token: the server listens on loopback, and no token was ever made. Revoking the last
-    /// one does not open it.
+    /// Whether requests need no token: the server listens on loopback, and no token was ever created. Revoking the last
+    /// token does not open the server again.
     pub(crate) async fn is_open(&self) -> everbus::Result<bool> {
         Ok(self.0.options.listen.ip().is_loopback() && !self.0.tokens.are_used().await?)
     }
 
-    /// When the server began.
+    /// When the server started.
     pub fn started(&self) -> Instant {
         self.0.started
     }
@@ -123,7 +123,7 @@ impl AppState {
         *self.0.stopping.borrow()
     }
 
-    /// Resolves once the shutdown has begun. Long requests wait for it beside their work.
+    /// Resolves once the shutdown has begun. Long requests select on it.
     pub async fn stopping(&self) {
         let mut stopping = self.0.stopping.subscribe();
         if stopping.wait_for(|stopping| *stopping).await.is_err() {

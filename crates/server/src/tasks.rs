@@ -1,8 +1,8 @@
-//! Tasks and jobs in the server: the handle that requests use, and what runs beside them. That is the dispatcher, the
-//! stored schedules, the health check and the alerts; several servers on one store share them, and each turn is taken
-//! once. Retention is the bus's own, under the same kind of lease.
+//! Tasks and jobs in the server: the handle for requests, and the background work. The background work is the
+//! dispatcher, the stored schedules, the health check and the alerts. Several servers on one store share it, and one of
+//! them does each piece. Retention is not here: the bus runs it.
 //!
-//! A store without tasks, jobs and schedules pays nothing for them: they run from the first one on.
+//! The dispatcher, the schedules and the health check start when the store has its first task, job or schedule.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -21,7 +21,7 @@ use crate::options::ServerOptions;
 use crate::problem::Problem;
 use crate::state::AppState;
 
-/// How soon a server sees the first task, job or schedule of another process.
+/// How often a server looks for the first task, job or schedule of another process.
 const LOOK: Duration = Duration::from_secs(5);
 
 /// The tasks and jobs of the bus.
@@ -32,7 +32,7 @@ pub(crate) struct Tasks {
 }
 
 impl Tasks {
-    /// The handle. `Unsupported` if the engine has no history.
+    /// The handle. Fails with `Unsupported` if the engine has no history.
     pub(crate) fn open(&self, bus: &Bus, options: &ServerOptions) -> Result<Jobs> {
         if let Some(jobs) = self.jobs.get() {
             return Ok(jobs.clone());
@@ -45,14 +45,13 @@ impl Tasks {
         Ok(self.jobs.get_or_init(|| opened).clone())
     }
 
-    /// Starts the dispatcher and the schedules if they do not run: there is something for them now.
+    /// Makes [`run`] look at once whether the dispatcher and the schedules have to start.
     pub(crate) fn want(&self) {
         self.wanted.notify_one();
     }
 }
 
-/// The tasks and jobs that a caller means: those of its own tenant, or of the one that a caller of all tenants asks
-/// for.
+/// The tasks and jobs for a caller: of its own tenant, or for a caller of all tenants of the requested tenant.
 pub(crate) fn of_caller(
     state: &AppState,
     caller: &Caller,
@@ -63,12 +62,11 @@ pub(crate) fn of_caller(
     Ok(state.jobs()?.of_tenant(tenant)?)
 }
 
-/// Mounts the alerts, if the settings name a webhook. Servers on one store share their group: each alert is sent by
-/// one of them.
+/// Mounts the alerts, if they are configured. Servers on one store share the group, so one of them sends each alert.
 pub(crate) async fn mount_alerts(state: &AppState) -> Result<()> {
     let alerts = &state.options().alerts;
     if *alerts == config::Alerts::default() {
-        // An engine without a history needs no tasks then.
+        // Without alerts the handle is not opened, which would fail on an engine without a history.
         return Ok(());
     }
     mount_configured(&state.jobs()?, alerts).await.map(drop)
@@ -76,7 +74,7 @@ pub(crate) async fn mount_alerts(state: &AppState) -> Result<()> {
 
 /// Runs the dispatcher, the schedules and the health check, until the server stops.
 pub(crate) async fn run(state: AppState) {
-    // An engine without a history has no tasks; requests about them are told so.
+    // An engine without a history has no tasks. Requests about tasks get the error.
     let Ok(jobs) = state.jobs() else { return };
     loop {
         match in_use(&jobs).await {
@@ -122,7 +120,7 @@ async fn schedules(state: &AppState, jobs: Jobs) -> Result<()> {
 async fn check_health(jobs: &Jobs, thresholds: &Thresholds, tick: &Tick) -> Result<()> {
     let index = jobs.index();
     index.catch_up(jobs.bus(), None).await?;
-    // Nothing runs or waits: there is nothing to say.
+    // No task runs or waits, so no check is published.
     if index.tenants(TaskState::Processing)?.is_empty()
         && index.tenants(TaskState::Pending)?.is_empty()
     {
@@ -144,7 +142,7 @@ async fn in_use(jobs: &Jobs) -> Result<bool> {
     }
     match Schedules::of(jobs.bus()) {
         Ok(schedules) => Ok(!schedules.list().await?.is_empty()),
-        // Without values by key there are no schedules.
+        // An engine without a key-value store has no schedules.
         Err(_) => Ok(false),
     }
 }

@@ -1,7 +1,7 @@
-//! The timer of a connection, for the limits on headers and bodies.
+//! The timer of a connection, for the time limits on headers and bodies.
 //!
-//! A timer of the runtime takes a lock when it is set and when it is dropped, and every request has two limits. So
-//! each connection has one timer that stays, and its limits are compared with the clock when the timer ends.
+//! A tokio timer takes a lock when it is set and when it is dropped, and every request has two time limits. So each
+//! connection keeps one timer. When the timer fires, the current limit is compared with the clock.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -13,22 +13,22 @@ use hyper::rt;
 use parking_lot::Mutex;
 use tokio::time::{Instant, Sleep, sleep_until};
 
-/// The timer of one connection. Clones are the same timer.
+/// The timer of one connection. Clones refer to the same timer.
 #[derive(Clone)]
 pub(crate) struct ConnectionTimer(Arc<Mutex<Pin<Box<Sleep>>>>);
 
 impl ConnectionTimer {
-    /// A timer for a connection whose first limit ends after this time.
+    /// A timer whose first time limit is this long.
     pub(crate) fn new(first: Duration) -> Self {
         Self(Arc::new(Mutex::new(Box::pin(sleep_until(
             Instant::now() + first,
         )))))
     }
 
-    /// Ready once the deadline has passed. Until then the task is woken at the deadline or earlier.
+    /// Ready once the deadline has passed. Otherwise the task is woken at the deadline or earlier.
     fn poll_until(&self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let mut sleep = self.0.lock();
-        // A timer that ends earlier stays as it is: moving it at each request is what costs.
+        // A timer that fires earlier is not moved: moving it at each request would be expensive.
         if deadline < sleep.deadline() {
             sleep.as_mut().reset(deadline);
         }
@@ -41,7 +41,7 @@ impl ConnectionTimer {
         Poll::Pending
     }
 
-    /// What a future returns, or `None` if the deadline passes first.
+    /// The output of a future, or `None` if the deadline passes first.
     pub(crate) async fn before<F: Future>(
         &self,
         deadline: Instant,
@@ -98,7 +98,7 @@ mod tests {
         let timer = ConnectionTimer::new(Duration::from_millis(10));
         let begin = Instant::now();
         let never = std::future::pending::<()>;
-        // Later than the timer, later again, in the past, and earlier than the timer.
+        // The deadlines are later than the timer, later again, in the past, and later again.
         for millis in [30, 35, 34, 50] {
             let deadline = begin + Duration::from_millis(millis);
             assert!(timer.before(deadline, never()).await.is_none());

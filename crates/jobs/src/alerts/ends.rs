@@ -1,7 +1,7 @@
-//! Tells a program that a job completed or a task of it failed, with a webhook.
+//! Sends a webhook request to a program when a job completes or one of its tasks fails.
 //!
-//! Unlike alerts, which are for people, every end is told: none is held back. It is told at least once; the id of the
-//! event is in the message, so that a receiver recognises a repetition.
+//! Alerts are for people and are rate limited. Job ends are for programs: every end is sent, at least once. The body
+//! has the id of the event, so that a receiver recognises a duplicate.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use crate::events::{JobCompleted, JobFailureDetected, TaskStatuses};
 use crate::webhook::WebhookClient;
 use crate::{DEFAULT_TENANT, Jobs};
 
-/// The group that tells the ends of jobs.
+/// The group that sends the ends of jobs to a webhook.
 pub const JOB_ENDS: &str = "tasks.job-ends";
 
-/// The webhook for the ends of jobs in the making.
+/// The builder of the webhook for the ends of jobs.
 ///
 /// ```no_run
 /// use everbus_jobs::Jobs;
@@ -35,7 +35,7 @@ pub struct JobEnds {
     retry: RetryPolicy,
 }
 
-/// What a receiver gets.
+/// The body of a webhook request.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Told {
@@ -52,7 +52,7 @@ struct Told {
 }
 
 impl JobEnds {
-    /// Tells the ends of the jobs of all tenants there.
+    /// Sends the ends of the jobs of all tenants with this client.
     pub fn new(jobs: Jobs, client: WebhookClient) -> Self {
         Self {
             jobs,
@@ -64,13 +64,13 @@ impl JobEnds {
         }
     }
 
-    /// How often an end that could not be told is tried again (10 times, over an hour). Then it is a dead letter.
+    /// How often a request that failed is retried (10 times, within 27 minutes). Then the event becomes a dead letter.
     pub fn retry(mut self, policy: RetryPolicy) -> Self {
         self.retry = policy;
         self
     }
 
-    /// Subscribes to the ends of jobs, from now on. They are told once the bus is started.
+    /// Subscribes to the ends of jobs, from now on. Requests are sent once the bus is started.
     pub async fn mount(self) -> Result<()> {
         for event_type in [JobCompleted::TYPE, JobFailureDetected::TYPE] {
             let client = self.client.clone();

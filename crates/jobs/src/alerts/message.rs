@@ -1,9 +1,9 @@
-//! What an alert says, for people (Slack) and for programs (JSON).
+//! The content of an alert, and its formats: for people (Slack) and for programs (JSON).
 
 use everbus::Timestamp;
 use serde_json::{Map, Value, json};
 
-/// The longest value that is shown.
+/// Longer values are cut, in characters.
 const LONGEST: usize = 1000;
 
 /// What an alert is about.
@@ -21,7 +21,7 @@ pub enum AlertKind {
 }
 
 impl AlertKind {
-    /// The word for it in JSON.
+    /// The name of the kind in JSON.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::DeadLetter => "dead_letter",
@@ -46,7 +46,7 @@ impl AlertKind {
 pub struct Alert {
     /// What it is about.
     pub kind: AlertKind,
-    /// Alerts with the same subject are sent once in a while.
+    /// Of alerts with the same kind and subject, one is sent in each [`repeat_after`](super::Alerts::repeat_after).
     pub subject: String,
     /// Names and values, in the order in which they are shown.
     pub fields: Vec<(&'static str, String)>,
@@ -65,7 +65,7 @@ impl Alert {
         }
     }
 
-    /// Adds a field; without a value it is `unknown`.
+    /// Adds a field. Its value is `unknown` if `value` is `None`.
     #[must_use]
     pub fn field<V: ToString>(mut self, name: &'static str, value: Option<V>) -> Self {
         let value = value.map(|value| shown(&value.to_string()));
@@ -74,7 +74,8 @@ impl Alert {
         self
     }
 
-    /// The message for Slack and its like: `{"text": …}`.
+    /// The message for Slack and compatible services: `{"text": …}`. `held_back`: how many alerts the rate limit left
+    /// out.
     pub fn slack(&self, held_back: u64) -> Value {
         let mut lines = vec![format!(":rotating_light: *{}*", self.kind.title())];
         for (name, value) in &self.fields {
@@ -105,7 +106,7 @@ impl Alert {
     }
 }
 
-/// `Event type` becomes `eventType`.
+/// The JSON key of a field name: `Event type` becomes `eventType`.
 fn key(name: &str) -> String {
     let mut words = name.split(' ');
     let mut key = words.next().unwrap_or_default().to_lowercase();
@@ -117,14 +118,14 @@ fn key(name: &str) -> String {
     key
 }
 
-/// Slack reads these three characters as markup.
+/// Escapes the three characters that Slack reads as markup.
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")
 }
 
-/// A value without control characters and credentials, not too long.
+/// Removes control characters and credentials from a value, and cuts it to [`LONGEST`] characters.
 fn shown(text: &str) -> String {
     let clean = text.chars().map(|c| match c {
         '\n' => ' ',
@@ -138,7 +139,7 @@ fn shown(text: &str) -> String {
     }
 }
 
-/// Errors often show the URL of a database: its user and password are left out.
+/// Replaces the user and the password in URLs: errors often contain the URL of a database.
 fn without_credentials(text: &str) -> String {
     let mut shown = String::with_capacity(text.len());
     let mut rest = text;

@@ -1,9 +1,9 @@
-//! Tells people when something is wrong: dead letters, circuits that opened, unhealthy tasks, failed jobs.
+//! Alerts people when something is wrong: dead letters, open circuits, unhealthy tasks, failed jobs.
 //!
-//! Alerts are sent by a group of their own, so that a webhook that is slow or down holds up nothing else. An alert that
-//! cannot be sent is tried again and then becomes a dead letter of that group. The same subject is told once in a while
-//! ([`Alerts::repeat_after`]), and at most so many alerts a minute ([`Alerts::per_minute`]); the next one says how many
-//! were held back.
+//! A separate group sends the alerts, so that a slow webhook delays no other group. An alert that cannot be sent is
+//! retried, and then becomes a dead letter of that group. Alerts with the same subject are not repeated within
+//! [`Alerts::repeat_after`], and [`Alerts::per_minute`] limits the rate; the next alert says how many the rate limit
+//! left out.
 
 mod ends;
 mod message;
@@ -32,13 +32,13 @@ pub use message::{Alert, AlertKind};
 /// The group that sends alerts.
 pub const ALERTS: &str = "everbus.alerts";
 
-/// The bucket of the subjects that were told.
+/// The key-value bucket of the subjects for which an alert was sent.
 const BUCKET: &str = "everbus-alerts";
-/// Published by a bus when a breaker opens.
+/// The type of the event that a bus publishes when a circuit breaker opens.
 const CIRCUIT_OPENED: &str = "system.circuit_opened";
-/// Alerts about events that happened longer ago are not sent: the group may have been idle for long.
+/// No alert is sent for an event that is older than this: the group may have been idle for a long time.
 const STALE: Duration = Duration::from_secs(24 * 3600);
-/// How many unhealthy tasks an alert names.
+/// An alert names at most this many unhealthy tasks.
 const NAMED: usize = 10;
 
 /// A webhook and its format.
@@ -51,7 +51,7 @@ pub enum Target {
     Json(WebhookClient),
 }
 
-/// Alerts in the making.
+/// The builder of alerts.
 #[derive(Debug)]
 #[must_use = "alerts are sent once they are mounted"]
 pub struct Alerts {
@@ -63,7 +63,7 @@ pub struct Alerts {
 }
 
 impl Alerts {
-    /// Alerts to nowhere.
+    /// Alerts without a target. Add at least one with [`to`](Self::to).
     pub fn new(jobs: Jobs) -> Self {
         Self {
             jobs,
@@ -77,31 +77,31 @@ impl Alerts {
         }
     }
 
-    /// Sends alerts there.
+    /// Adds a target: every alert is sent to all targets.
     pub fn to(mut self, target: Target) -> Self {
         self.targets.push(target);
         self
     }
 
-    /// The same subject is told again after this time (15 minutes).
+    /// The time in which an alert with the same subject is not repeated (15 minutes).
     pub fn repeat_after(mut self, time: Duration) -> Self {
         self.repeat_after = time;
         self
     }
 
-    /// How many alerts this process sends in a minute (20).
+    /// How many alerts this process sends in a minute, at most (20).
     pub fn per_minute(mut self, alerts: u32) -> Self {
         self.per_minute = alerts.max(1);
         self
     }
 
-    /// How often an alert that could not be sent is tried again (6 times, over two minutes).
+    /// How often an alert that could not be sent is retried (6 times, within two minutes).
     pub fn retry(mut self, policy: RetryPolicy) -> Self {
         self.retry = policy;
         self
     }
 
-    /// Subscribes to what is alerted. Alerts are sent once the bus is started.
+    /// Subscribes to the events that cause alerts. Alerts are sent once the bus is started.
     pub async fn mount(self) -> Result<()> {
         if self.targets.is_empty() {
             return Err(Error::new(Code::InvalidSetting, "alerts without a webhook"));
@@ -138,8 +138,8 @@ impl Alerts {
     }
 }
 
-/// Mounts the alerts and the ends of jobs that a configuration asks for. Whether it asks for any. `everbus serve` and
-/// `everbus schedule run` do this; processes that share a store share the groups, so that each is told once.
+/// Mounts the alerts and the job webhook of a configuration. Returns whether it has any. `everbus serve` and `everbus
+/// schedule run` call this. Processes that share a store share the groups, so one of them sends each alert.
 pub async fn mount_configured(jobs: &Jobs, settings: &config::Alerts) -> Result<bool> {
     let options = WebhookOptions::default()
         .allow_http(settings.allow_http)
@@ -148,7 +148,7 @@ pub async fn mount_configured(jobs: &Jobs, settings: &config::Alerts) -> Result<
         let url = url.as_ref().map(config::Secret::reveal);
         url.map(|url| WebhookClient::new(url, options)).transpose()
     };
-    // All are checked before the first is mounted.
+    // All URLs are checked before anything is mounted.
     let slack = client(&settings.slack)?.map(Target::Slack);
     let json = client(&settings.webhook)?.map(Target::Json);
     let job_webhook = client(&settings.job_webhook)?;
@@ -170,7 +170,7 @@ pub async fn mount_configured(jobs: &Jobs, settings: &config::Alerts) -> Result<
     Ok(any)
 }
 
-/// What the handlers share.
+/// The state that the handlers share.
 struct Sender {
     jobs: Jobs,
     targets: Vec<Target>,
@@ -189,7 +189,7 @@ impl Sender {
         let Some(alert) = alert else {
             return Ok(());
         };
-        // The rate first: an alert that is held back does not count as told.
+        // The rate limit comes first: it must not mark the subject of an alert that is not sent.
         let again = context.attempt() > 1;
         let held_back = match self.rate.lock().take(Instant::now(), again) {
             Some(held_back) => held_back,
@@ -203,7 +203,7 @@ impl Sender {
                 return Err(skip("the same subject was told a while ago"));
             }
             Err(_) => {
-                // The number is told by the next alert that is sent.
+                // The next alert that is sent reports this number.
                 self.rate.lock().held_back += held_back;
                 if context.attempt() >= context.max_attempts() {
                     let _ = self.told.delete(subject_key(&alert, event)).await;
@@ -213,7 +213,8 @@ impl Sender {
         result.map(drop)
     }
 
-    /// Sends an alert to every target that does not have it. Returns false if its subject was told a while ago.
+    /// Sends an alert to every target that has not received it. Returns false if an alert with the same subject was
+    /// sent within `repeat_after`.
     async fn send(
         &self,
         alert: &Alert,
@@ -227,7 +228,7 @@ impl Sender {
         let mut failed = None;
         for (number, target) in self.targets.iter().enumerate() {
             let sent = format!("{}-{number}", event.id());
-            // One target that is down must not repeat the alert to the others.
+            // A retry for one failed target must not send the alert to the other targets again.
             if again && self.told.get(&*sent).await?.is_some() {
                 continue;
             }
@@ -249,14 +250,15 @@ impl Sender {
         }
     }
 
-    /// Whether the subject was not told within the time. All processes share what was told.
+    /// Marks the subject of an alert as sent. Returns false if another event has marked it within `repeat_after`. All
+    /// processes share the marks.
     async fn is_new(&self, alert: &Alert, event: &Event) -> Result<bool, HandlerError> {
         let key = subject_key(alert, event);
         let id = event.id().to_string();
         match self.told.put(&*key, id.clone()).if_absent().await {
             Ok(_) => Ok(true),
             Err(error) if error.code() == Code::RevisionConflict => {
-                // An earlier attempt at this alert noted it.
+                // An earlier attempt at the same event may have set the mark.
                 let noted = self.told.get(&*key).await?;
                 Ok(noted.is_none_or(|entry| entry.value == id.as_bytes()))
             }
@@ -275,7 +277,7 @@ impl Sender {
             group: String,
         }
         let notice: Notice = event.json()?;
-        // An alert about an alert that cannot be sent would not be sent either.
+        // A failed alert causes no alert: that one would fail too.
         if notice.group == ALERTS {
             return Ok(None);
         }
@@ -308,14 +310,14 @@ impl Sender {
     }
 }
 
-/// The key of the note that an alert about a subject was sent.
+/// The key that marks a subject as sent.
 fn subject_key(alert: &Alert, event: &Event) -> String {
     let tenant = event.tenant().unwrap_or_default();
     let subject = format!("{}\0{tenant}\0{}", alert.kind.as_str(), alert.subject);
     Uuid::new_v5(&Uuid::NAMESPACE_OID, subject.as_bytes()).to_string()
 }
 
-/// The publisher of an event, or its app.
+/// The source of an event, or else a name made from its app.
 fn source(event: &Event) -> Option<String> {
     let attributes = event.attributes()?;
     let source = attributes.source.as_deref().map(str::to_owned);
@@ -365,7 +367,8 @@ fn of_health(event: &Event) -> Result<Option<Alert>, HandlerError> {
     }
     unhealthy.sort_by(|a, b| a.request_id.cmp(&b.request_id));
     let names = unhealthy.iter().map(|task| task.request_id.as_str());
-    // Of those that wait the number grows while no worker comes; it is one subject.
+    // The number of waiting tasks grows while no worker runs. It is not part of the subject, so the alert is not
+    // repeated.
     let names = names.chain(waiting.map(|_| "#waiting"));
     let subject = names.collect::<Vec<_>>().join(" ");
     let described = unhealthy.iter().take(NAMED).map(|task| {
@@ -395,7 +398,7 @@ fn of_health(event: &Event) -> Result<Option<Alert>, HandlerError> {
     }))
 }
 
-/// How many alerts may be sent: a bucket that fills in a minute.
+/// The rate limit: a token bucket that fills in one minute.
 #[derive(Debug)]
 struct Rate {
     per_minute: u32,
@@ -414,8 +417,8 @@ impl Rate {
         }
     }
 
-    /// Takes one. Returns how many were held back since the last one; `None` if there is none left. Another attempt
-    /// at an alert was counted before.
+    /// Takes a token. Returns how many alerts were refused since the last one that was sent, or `None` if no token is
+    /// left. `again`: a retry of an alert, which takes no second token.
     fn take(&mut self, now: Instant, again: bool) -> Option<u64> {
         let full = f64::from(self.per_minute);
         if let Some(since) = self.since {
@@ -433,7 +436,7 @@ impl Rate {
         Some(std::mem::take(&mut self.held_back))
     }
 
-    /// Gives back one that was not needed, with the number that it would have told.
+    /// Gives back an unused token, and the number of refused alerts that its alert would have reported.
     fn give_back(&mut self, held_back: u64, again: bool) {
         self.held_back += held_back;
         if !again {
@@ -454,7 +457,7 @@ mod tests {
         assert_eq!(rate.take(start, false), Some(0));
         assert_eq!(rate.take(start, false), None);
         assert_eq!(rate.take(start, false), None);
-        // Another attempt at one that was counted.
+        // The retry of an alert takes no token.
         assert_eq!(rate.take(start, true), Some(2));
         let later = start + Duration::from_secs(31);
         assert_eq!(rate.take(later, false), Some(0));
@@ -463,7 +466,7 @@ mod tests {
         assert_eq!(rate.take(much_later, false), Some(1));
         assert_eq!(rate.take(much_later, false), Some(0));
         assert_eq!(rate.take(much_later, false), None);
-        // One that was told before was not needed.
+        // An alert whose subject was sent before gives its token back.
         let at_last = much_later + Duration::from_secs(31);
         assert_eq!(rate.take(at_last, false), Some(1));
         rate.give_back(1, false);

@@ -1,4 +1,4 @@
-//! The graphs of running jobs in memory, with the states of their tasks. They follow the log.
+//! The graphs of running jobs in memory, with the states of their tasks. They are kept up to date from the log.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -16,11 +16,11 @@ use crate::query::load_graph;
 use crate::state::{Fold, Kind, Note};
 use crate::work::Output;
 
-/// When the graphs in memory have more tasks than this, those that were not used for the longest time go.
+/// If the graphs in memory have more tasks than this, the least recently used graphs are dropped.
 const MOST_TASKS: usize = 200_000;
-/// Outputs of more bytes are read from the history when a child starts.
+/// Larger outputs, in bytes, are not kept: they are read from the history when a dependent task starts.
 const KEPT_OUTPUT: usize = 1024;
-/// A completed job goes when this many other events were handled since it was used.
+/// The graph of a completed job is dropped after this many uses of other graphs.
 const KEPT_USES: u64 = 10_000;
 /// Events per read.
 const BATCH: usize = 2_000;
@@ -36,9 +36,9 @@ pub(super) struct JobGraph {
     completed: usize,
     /// The number of tasks for which `Job Completed` was seen in the log.
     told: usize,
-    /// The place of the newest failure that was applied; 0 if none was.
+    /// The place in the log of the newest failure that was applied; 0 if there is none.
     pub(super) last_failed: u64,
-    /// The place of the newest `Task Completed` that was applied; 0 if none was.
+    /// The place in the log of the newest `Task Completed` that was applied; 0 if there is none.
     last_completed: u64,
     used: u64,
 }
@@ -47,13 +47,13 @@ pub(super) struct JobGraph {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Node {
     pub(super) fold: Fold,
-    /// The last event that was applied.
+    /// The place in the log of the last event that was applied.
     place: u64,
     /// The place of the `Task Completed` that counts; 0 if the task has not completed.
     completed_at: u64,
-    /// Parents that have not completed.
+    /// The number of parents that have not completed.
     waits_for: usize,
-    /// Its output, once it has completed. `None` if it has to be read from the history.
+    /// The output of a completed task. `None`: it must be read from the history.
     pub(super) output: Option<(Output, EventId)>,
 }
 
@@ -80,7 +80,7 @@ impl JobGraph {
         for number in first..self.graph.len() {
             let (fold, place) = states.get(number).copied().unwrap_or_default();
             let completed_at = match fold.state {
-                // The last event that counted is the one that completed it.
+                // The index keeps the place of the last event that counted: here the `Task Completed`.
                 Some(TaskState::Completed) => place,
                 _ => 0,
             };
@@ -113,14 +113,14 @@ impl JobGraph {
         node.waits_for == 0 && node.fold.state.is_none()
     }
 
-    /// Whether the completion at this place starts a task: of several parents, the one that completed last in the log
-    /// does. The events of the others may be handled later, and would start it again.
+    /// Whether the `Task Completed` at this place starts a task. Of several parents, the one that is last in the log
+    /// starts it. The events of the others may be handled later, and must not start the task again.
     pub(super) fn is_started_by(&self, number: usize, place: u64) -> bool {
         let mut parents = self.graph.parents(number).iter();
         self.can_start(number) && parents.all(|p| self.nodes[*p].completed_at <= place)
     }
 
-    /// Whether the completion at this place is the last one of the job, and no event says so yet.
+    /// Whether the `Task Completed` at this place completes the job, and `Job Completed` is not in the log yet.
     pub(super) fn is_to_be_told(&self, place: u64) -> bool {
         self.completed == self.graph.len()
             && self.told != self.graph.len()
@@ -155,7 +155,8 @@ impl JobGraph {
         if matches!(note.kind, Kind::Failed | Kind::Timeout) && !note.cancels {
             self.last_failed = note.place;
         } else if had_failed {
-            // It may have been the newest: each failure that is left is told.
+            // This may have been the newest failure. With 0, every remaining failure is reported when its event is
+            // handled.
             self.last_failed = 0;
         }
         let is = node.fold.state == Some(TaskState::Completed);
@@ -196,12 +197,12 @@ struct Told {
     total_tasks: usize,
 }
 
-/// The graphs of all jobs that were used lately.
+/// The graphs of recently used jobs.
 #[derive(Debug)]
 pub(super) struct Graphs {
     jobs: Jobs,
     cursor: Cursor,
-    /// By tenant and job.
+    /// The graphs by tenant and job.
     by_job: HashMap<(String, String), JobGraph>,
     tasks: usize,
     uses: u64,
@@ -218,10 +219,10 @@ impl Graphs {
         }
     }
 
-    /// Applies all events up to this position at least.
+    /// Applies all events up to this position, and perhaps later ones.
     pub(super) async fn catch_up(&mut self, position: Position) -> Result<()> {
         if self.by_job.is_empty() {
-            // There is nothing to keep up to date: a graph is loaded as it is then.
+            // No graph has to be kept up to date. A graph that is loaded later has all events of that moment.
             self.cursor.advance(position);
             return Ok(());
         }
@@ -233,7 +234,7 @@ impl Graphs {
                 .read(self.cursor.clone(), patterns.clone(), BATCH)
                 .await?;
             if records.is_empty() && next == self.cursor {
-                // Not visible yet: a transaction of another process is open.
+                // The next events are not visible yet: another process has an open transaction.
                 tokio::time::sleep(Duration::from_millis(2)).await;
                 continue;
             }
@@ -315,7 +316,7 @@ impl Graphs {
     ) -> Result<Option<JobGraph>> {
         let index = self.jobs.index();
         let mut upto = position;
-        // The states must not be older than the events that this reader has passed.
+        // The states must include every event that this reader has passed: it does not apply them again.
         for read in self.cursor.positions() {
             if read.shard() == upto.shard() && read.place() > upto.place() {
                 upto = read;
@@ -367,7 +368,7 @@ impl Graphs {
     }
 }
 
-/// The types that change a graph. Heartbeats are many, and change nothing that a dispatcher looks at.
+/// The event types that change a graph. Heartbeats are left out: there are many, and they change nothing here.
 fn patterns() -> Result<Vec<Pattern>> {
     let kinds = Kind::ALL
         .into_iter()

@@ -1,9 +1,9 @@
-//! The dispatcher: starts the tasks of jobs, and says when a job has completed or a task of it has failed.
+//! The dispatcher: starts the tasks of jobs, and publishes `Job Completed` and `Job Failure Detected`.
 //!
-//! It is a group on the bus. For each event it first brings its graphs up to the event's place in the log, then
-//! publishes what follows. Everything that happened before an event is known when the event is handled, whichever
-//! process handled it: of two parents, the one whose `Task Completed` is later in the log starts their child. What it
-//! publishes has derived ids, so repeating it after a crash, or beside a second dispatcher, changes nothing.
+//! It is a group on the bus. For each event it first updates its graphs up to the place of the event in the log, then
+//! publishes what follows. So it knows everything that is in the log before the event, also the work of other
+//! processes: of two parents, the one whose `Task Completed` is later in the log starts their child. The published
+//! events have derived ids, so a repetition after a crash, or by a second dispatcher, changes nothing.
 
 mod graphs;
 
@@ -28,14 +28,14 @@ use crate::state::{Fold, Note};
 use crate::work::{Output, Start, merged, publish_once, run_id};
 use crate::{DEFAULT_TENANT, DISPATCHER};
 
-/// Up to this many starts are published in the step of the ack; more are published before it, in parts.
+/// Up to this many starts are published in one step with the ack. More are published before the ack, in parts.
 const WITH_ACK: usize = 128;
-/// Starts in one part.
+/// The number of starts in one part.
 const PART: usize = 250;
 /// How long the start of a large job may take.
 const TIMEOUT: Duration = Duration::from_secs(300);
 
-/// How often the hold on events moves forward.
+/// How often the retention hold is moved forward.
 const RELEASE_EVERY: Duration = Duration::from_secs(600);
 
 /// Starts the tasks of jobs.
@@ -50,19 +50,19 @@ struct Inner {
     graphs: tokio::sync::Mutex<Graphs>,
 }
 
-/// The part of an event that says which job it is about.
+/// The fields of an event that the dispatcher reads.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct About {
     request_id: Option<String>,
     job_id: Option<String>,
-    /// Of a failure.
+    /// Only in a failure.
     error_category: Option<String>,
-    /// Of an add.
+    /// Only in `Job Tasks Added`.
     previous_total_tasks: Option<usize>,
 }
 
-/// What follows from an event: events with bodies that every dispatcher makes the same, and others.
+/// What has to be published after an event: the tasks to start, `Job Completed`, the failed task and its run.
 #[derive(Default)]
 struct Next {
     starts: Vec<usize>,
@@ -93,7 +93,7 @@ impl Dispatcher {
                 .start_from(StartFrom::First)
                 .name(event_type)
                 .timeout(TIMEOUT)
-                // A server that is away for an hour must not stop a job for good.
+                // A broker that is unavailable for an hour must not end a job for good.
                 .retry_with(|policy| policy.max_retries(10_000))
                 .concurrency(64)
                 .handler(move |message: Message| {
@@ -146,7 +146,7 @@ impl Inner {
         };
         let mut next = next(graph, event, about.request_id.as_deref(), position.place());
         if about.error_category.as_deref() == Some(ErrorCategory::Cancelled.as_str()) {
-            // A cancel was asked for, it is not a failure to be told.
+            // A cancel was asked for: it is not reported as a failure.
             next.failed = None;
         }
         let mut half_started = Vec::new();
@@ -186,10 +186,11 @@ impl Inner {
             }
         }
         if let Some(failure) = failure {
-            // The states in it may differ from those of an earlier try: the first one counts.
+            // The task states in the event may differ from those of an earlier attempt. The first stored event counts.
             publish_once(self.jobs.bus(), vec![failure]).await?;
         }
-        // After a failed attempt one of these may be known with another body, which a step with the ack refuses.
+        // An earlier attempt may have stored one of these events with another body. Published with the ack, such an
+        // event would make the ack fail.
         if same.len() > 2 * WITH_ACK || message.attempt() > 1 {
             for part in same.chunks(2 * PART) {
                 publish_once(self.jobs.bus(), part.to_vec()).await?;
@@ -203,13 +204,13 @@ impl Inner {
         Ok(outcome)
     }
 
-    /// The place of the event in the log that the graphs are read from.
+    /// The position of the event in the log that the graphs are read from.
     async fn place_of(&self, message: &Message) -> Result<Position> {
         let bus = self.jobs.bus();
         if bus.engine().background.is_none() {
             return Ok(message.position());
         }
-        // A store beside the broker has its own places, and may be behind.
+        // A store beside the broker has its own positions, and may be behind the broker.
         loop {
             let found = bus.lookup()?.find(message.event().id()).await?;
             let mut found = found
@@ -222,7 +223,7 @@ impl Inner {
         }
     }
 
-    /// The events that start a task, or the one that fails it because its input is too large for an event.
+    /// The two events that start a task. `Err`: the `Task Failed` of a task whose input is too large for an event.
     async fn start(
         &self,
         graph: &mut JobGraph,
@@ -248,7 +249,7 @@ impl Inner {
             name: &spec.name,
             depends_on: Some(&spec.depends_on),
             input,
-            // It has not begun, or its first run was left without work.
+            // The task has not begun (run 0), or its current run has no work message.
             run: graph.nodes[number].fold.run.max(1),
             at: None,
         };
@@ -279,7 +280,7 @@ impl Inner {
         Ok(Err(failed.id(id).build()?))
     }
 
-    /// Reads the outputs of parents that completed before the graph was loaded.
+    /// Reads the outputs of parents that are not in memory: too large ones, and those from before the graph was loaded.
     async fn fetch_outputs(&self, graph: &mut JobGraph, number: usize, tenant: &str) -> Result<()> {
         let parents: Vec<usize> = graph.graph.parents(number).to_vec();
         for parent in parents {
@@ -292,8 +293,8 @@ impl Inner {
     }
 }
 
-/// The output of a task's last completed run: that of the `Task Completed` which counts. A second worker that lost its
-/// lease may have completed the same run later.
+/// The output of the `Task Completed` that counts for the last completed run. A second worker that lost its lease may
+/// have published another `Task Completed` for the same run later.
 pub(crate) async fn output_of(
     jobs: &Jobs,
     tenant: &str,
@@ -321,7 +322,7 @@ pub(crate) async fn output_of(
     Ok(Some((Output::of(&completed.output, id), id)))
 }
 
-/// What follows from an event, by the state of the job at its place or later.
+/// Decides what to publish after an event, from the state of the job at the place of the event or later.
 fn next(graph: &JobGraph, event: &Event, task: Option<&str>, place: u64) -> Next {
     let number = task.and_then(|task| graph.graph.number(task));
     match event.event_type() {
@@ -350,9 +351,9 @@ fn next(graph: &JobGraph, event: &Event, task: Option<&str>, place: u64) -> Next
             };
             let node = &graph.nodes[number].fold;
             let run = run_of(event).unwrap_or(node.run.max(1));
-            // A failure that came after the task had completed is not one.
+            // A failure of a run that has completed does not count.
             let counts = node.run > run || node.state == Some(TaskState::Failed);
-            // Of many failures the newest is told, with the states of all tasks: one event for each would be as large.
+            // Only the newest of several failures is reported: its event has the states of all tasks anyway.
             let newest = graph.last_failed <= place;
             Next {
                 failed: (counts && newest).then_some((number, run)),
@@ -363,8 +364,8 @@ fn next(graph: &JobGraph, event: &Event, task: Option<&str>, place: u64) -> Next
     }
 }
 
-/// Tasks that this event may have left with `Task Pending` and without their work, when it was handled before: not
-/// every engine stores both in one step.
+/// The tasks for which an earlier attempt at this event may have stored `Task Pending` but no work message: not every
+/// engine stores both in one step.
 fn maybe_half_started(graph: &JobGraph, event: &Event, about: &About) -> Vec<usize> {
     let candidates = match event.event_type() {
         JobCreated::TYPE | JobTasksAdded::TYPE => {
@@ -420,7 +421,7 @@ fn failed(graph: &JobGraph, number: usize, run: u32, emitter: &Emitter) -> Resul
         .build()
 }
 
-/// The error for a job that is not there.
+/// The error for a job that does not exist.
 pub(crate) fn no_job(id: &str) -> everbus::Error {
     everbus::Error::new(Code::NotFound, format!("there is no job {id:?}"))
         .hint("`everbus job list` shows them; --tenant chooses the tenant")

@@ -1,4 +1,4 @@
-//! Applying events to the index: one transaction for a batch.
+//! Applies events to the index: one transaction for each batch.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::handle::is_copy;
 use crate::state::{Kind, Note};
 
 impl Index {
-    /// Applies the events between two cursors, unless another process did.
+    /// Applies the events between two cursors. Does nothing if another process has moved the cursor of the index.
     pub(super) fn apply(
         &self,
         from: &Cursor,
@@ -79,7 +79,8 @@ fn unreadable(record: &Recorded, error: &everbus::Error) {
     tracing::warn!(target: "everbus::jobs", %id, event_type, %error, "an event of a job cannot be read and is ignored");
 }
 
-/// The first job in the log that names a task has it. A job that names a task of another one is refused as a whole.
+/// Adds a job with its tasks. A task belongs to the first job in the log that names it. A later job that names the same
+/// task is refused as a whole.
 fn job_created(
     conn: &Connection,
     tenant: &str,
@@ -123,7 +124,7 @@ fn tasks_added(conn: &Connection, tenant: &str, added: &JobTasksAdded) -> rusqli
         .prepare_cached(sql)?
         .query_row(params![tenant, added.job_id], |row| row.get(0))
         .optional()?;
-    // An event that was decided on another graph, or that names a task of another job, adds nothing.
+    // The event adds nothing if it was made for an older graph, or if it names a task of another job.
     let previous = added.previous_total_tasks;
     if total != Some(to_sql(previous as u64)) {
         return Ok(());
@@ -138,7 +139,7 @@ fn tasks_added(conn: &Connection, tenant: &str, added: &JobTasksAdded) -> rusqli
     insert_tasks(conn, tenant, &added.job_id, previous, &added.new_tasks)
 }
 
-/// Whether the tasks fit the graph of their job. The dependencies of the tasks that are there do not matter.
+/// Whether the tasks may be added to the graph of their job. The dependencies of the existing tasks do not matter.
 fn fits(conn: &Connection, tenant: &str, added: &JobTasksAdded) -> rusqlite::Result<bool> {
     let sql = "SELECT id FROM tasks WHERE tenant = ?1 AND job = ?2";
     let mut statement = conn.prepare_cached(sql)?;
@@ -156,7 +157,7 @@ fn fits(conn: &Connection, tenant: &str, added: &JobTasksAdded) -> rusqlite::Res
     Ok(graph.is_ok_and(|graph| graph.check(&added.new_tasks).is_ok()))
 }
 
-/// Why tasks of these ids cannot be added: another job or a task without a job has one of them.
+/// Whether one of these task ids exists already, in a job or without one. Returns the reason as a text.
 pub(super) fn taken(
     conn: &Connection,
     tenant: &str,
@@ -216,8 +217,8 @@ fn insert_tasks(
 fn task_event(conn: &Connection, tenant: &str, note: &Note) -> rusqlite::Result<()> {
     let known = read_task(conn, tenant, &note.task)?;
     let mut task = known.clone().unwrap_or_default();
-    // Tasks belong to the job that the index has for them. An event that names another one, or none, is about another
-    // task of the same id, which came too late. Heartbeats name no job.
+    // A task belongs to the job that the index has for it. An event that names another job, or none, is about another
+    // task with the same id, which came too late. Heartbeats name no job, so they are accepted.
     let job = known.as_ref().and_then(|task| task.job_id.clone());
     if job.is_some() && note.job != job && note.kind != Kind::Heartbeat {
         return Ok(());
@@ -229,7 +230,7 @@ fn task_event(conn: &Connection, tenant: &str, note: &Note) -> rusqlite::Result<
     if known.is_some() {
         task.job_id.clone_from(&job);
     } else {
-        // A job that the log does not have: its task is listed, without a graph.
+        // The task has no job, or its job is not in the log. It is listed as a task without a job.
         task.job_id = None;
     }
     let sql = "INSERT INTO tasks (tenant, id, name, state, run, cancelled, since, started_at, last_type, last_at,

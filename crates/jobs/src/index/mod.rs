@@ -1,8 +1,8 @@
 //! The index: tasks by state and by job, in an SQLite file or in memory.
 //!
-//! It holds nothing that the events do not say, so it can be deleted at any time. A reader first brings it up to the end
-//! of the log. Several processes may share a file: each applies the events after the file's cursor in one transaction,
-//! and gives up its batch if another process was faster.
+//! It is built from the events alone, so it can be deleted at any time. A reader first updates it up to the end of the
+//! log. Several processes may share a file: each applies the events after the cursor of the file in one transaction,
+//! and drops its batch if another process has moved the cursor.
 
 mod apply;
 mod page;
@@ -27,9 +27,9 @@ use crate::handle::readable;
 pub use page::Page;
 pub use query::{JobRow, JobState, TaskFilter};
 
-/// Another layout is built from the events again.
+/// The version of the tables. An index with another version is rebuilt from the events.
 const LAYOUT: i64 = 2;
-/// Says in the header of the file that it is an index of tasks: `Task`.
+/// The SQLite application id in the header of the file: `Task` in ASCII.
 const APPLICATION: u32 = 0x5461_736b;
 /// Events per transaction.
 const BATCH: usize = 2_000;
@@ -62,9 +62,9 @@ CREATE INDEX IF NOT EXISTS tasks_by_job ON tasks (tenant, job, number) WHERE job
 /// The index of tasks and jobs.
 pub struct Index {
     conn: Mutex<Connection>,
-    /// One reader of this process at a time brings the index up to date; the others wait for its result.
+    /// One reader of this process at a time updates the index; the others wait for it.
     catching_up: tokio::sync::Mutex<()>,
-    /// Whether the index is known to belong to the log.
+    /// Whether this process has checked that the index belongs to the log.
     checked: AtomicBool,
     path: Option<PathBuf>,
 }
@@ -84,8 +84,8 @@ impl Index {
         Self::prepare(conn, None)
     }
 
-    /// An index in a file of its own, which is created if it is not there. An index that is damaged is replaced. Any
-    /// other file is refused: `InvalidSetting` if it is another database, `Corrupt` if it is none.
+    /// An index in a file of its own. A missing file is created, and a damaged index is replaced. Any other file is
+    /// refused: with `InvalidSetting` if it is another database, with `Corrupt` if it is not a database.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let opened = Self::open_file(path).or_else(|error| {
@@ -108,7 +108,7 @@ impl Index {
         let conn = Connection::open(path).map_err(opening)?;
         conn.busy_timeout(Duration::from_secs(10))
             .map_err(opening)?;
-        // Before anything is changed.
+        // This comes before any change of the file.
         check_own(&conn)?;
         conn.pragma_update(None, "journal_mode", "WAL")
             .map_err(opening)?;
@@ -147,7 +147,7 @@ impl Index {
         self.path.as_deref()
     }
 
-    /// Throws everything away. The next use builds it from the events.
+    /// Deletes the content. The next use rebuilds it from the events.
     pub fn clear(&self) -> Result<()> {
         let sql = "BEGIN IMMEDIATE; DELETE FROM tasks; DELETE FROM jobs;
                    UPDATE meta SET cursor = '0', last_id = NULL, last_place = NULL; COMMIT;";
@@ -156,7 +156,7 @@ impl Index {
             .map_err(|e| failed("clearing the index", e))
     }
 
-    /// Applies all events up to the end of the log, and at least up to `upto`. Returns how far it came.
+    /// Applies all events up to the end of the log, and at least up to `upto`. Returns the cursor that was reached.
     pub async fn catch_up(&self, bus: &Bus, upto: Option<Position>) -> Result<Cursor> {
         let log = bus.log()?;
         let mut goal = log.head().await?;
@@ -179,7 +179,7 @@ impl Index {
             }
             let (records, next) = log.read(from.clone(), patterns.clone(), BATCH).await?;
             if next == from && records.is_empty() {
-                // The rest is not visible yet: a transaction of another process is open.
+                // The next events are not visible yet: another process has an open transaction.
                 tokio::time::sleep(Duration::from_millis(2)).await;
                 continue;
             }
@@ -191,8 +191,8 @@ impl Index {
         }
     }
 
-    /// Clears the index if it was built from another log, for example after the file of the events was replaced. If
-    /// retention has removed the last event that was applied, the index is built again as well.
+    /// Clears the index if it was built from another log, for example after the file of the events was replaced. Also
+    /// clears it if retention has removed the last event that was applied.
     async fn check_log(&self, bus: &Bus, head: &Cursor) -> Result<()> {
         let last: Option<(Vec<u8>, i64)> = {
             let conn = self.conn.lock();
@@ -215,7 +215,7 @@ impl Index {
         self.clear()
     }
 
-    /// How far the events were applied.
+    /// The cursor up to which events were applied.
     pub fn cursor(&self) -> Result<Cursor> {
         let conn = self.conn.lock();
         read_cursor(&conn)
@@ -231,7 +231,7 @@ fn read_cursor(conn: &Connection) -> Result<Cursor> {
     Cursor::from_str(&text)
 }
 
-/// The types that the index needs.
+/// The event types that the index needs.
 pub(crate) fn patterns() -> Result<Vec<Pattern>> {
     let types = [
         TaskPending::TYPE,
@@ -247,7 +247,7 @@ pub(crate) fn patterns() -> Result<Vec<Pattern>> {
     types.into_iter().map(Pattern::new).collect()
 }
 
-/// Refuses a database of another program: it may have tables of the same names.
+/// Refuses a database of another program: it may have tables with the same names.
 fn check_own(conn: &Connection) -> Result<()> {
     let opening = |e| failed("opening the index", e);
     let application: u32 = conn
@@ -281,7 +281,7 @@ fn remove_files(path: &Path) {
     for end in ["", "-wal", "-shm"] {
         let mut file = path.as_os_str().to_owned();
         file.push(end);
-        // If it cannot be removed, opening it says why.
+        // If the file cannot be removed, opening it gives the error.
         let _ = std::fs::remove_file(file);
     }
 }

@@ -1,5 +1,5 @@
-//! Lists of tasks and jobs, page by page. A page begins after the last row of the page before, by the index, so that
-//! the thousandth page costs as much as the first.
+//! Lists of tasks and jobs, page by page. A page begins after the last row of the page before. An SQL index finds that
+//! row, so that the thousandth page costs as much as the first.
 
 use everbus::{Code, Error, Result, Timestamp};
 use rusqlite::params;
@@ -22,14 +22,14 @@ pub struct Page<T> {
     pub next: Option<String>,
 }
 
-/// The place after a row: its number in the order of the list, and its id, because several rows may have one number.
+/// The cursor after a row: its sort key, and its id, because several rows may have the same key.
 struct Mark<'a> {
     number: i64,
     id: &'a str,
 }
 
 impl<'a> Mark<'a> {
-    /// Before the first row: no id is as large as this character.
+    /// The cursor before the first row. Lists are descending, so it is larger than every row.
     const FIRST: Mark<'static> = Mark {
         number: i64::MAX,
         id: "\u{10ffff}",
@@ -51,7 +51,7 @@ impl<'a> Mark<'a> {
     }
 }
 
-/// Cuts the extra row off that says whether there is another page.
+/// Makes a page. `items` may have one row more than `limit`, which shows that there is another page; it is cut off.
 fn page<T>(mut items: Vec<T>, limit: usize, mark: impl Fn(&T) -> String) -> Page<T> {
     let more = items.len() > limit;
     items.truncate(limit);
@@ -60,7 +60,7 @@ fn page<T>(mut items: Vec<T>, limit: usize, mark: impl Fn(&T) -> String) -> Page
 }
 
 impl Index {
-    /// Tasks by state, the one whose state is newest first.
+    /// Tasks in this state, or in any. The task whose state changed last is first.
     pub fn tasks_page(
         &self,
         tenant: &str,
@@ -78,7 +78,7 @@ impl Index {
         let mut statement = conn.prepare_cached(&sql).map_err(reading)?;
         let mut found = Vec::new();
         let more = to_sql(limit as u64 + 1);
-        // One state at a time uses the index.
+        // A query for one state can use the index.
         for state in states {
             let values = params![tenant, state_to(state), mark.number, mark.id, more];
             let rows = statement.query_map(values, task_of).map_err(reading)?;
@@ -93,7 +93,7 @@ impl Index {
         }))
     }
 
-    /// Jobs by state, the newest first. The state is that of the counts, as in [`JobRow::state`].
+    /// Jobs in this state, or in any, the newest first. The state is derived from the counts, as in [`JobRow::state`].
     pub fn jobs_page(
         &self,
         tenant: &str,
@@ -102,7 +102,7 @@ impl Index {
         limit: usize,
     ) -> Result<Page<JobRow>> {
         let mark = Mark::parse(after)?;
-        // Jobs that are not completed are few among many, and have an index of their own.
+        // Few of the jobs are not completed. They have an index of their own.
         let (index, only) = match state {
             None => ("jobs_by_place", ""),
             Some(JobState::Completed) => (
@@ -135,9 +135,9 @@ impl Index {
         }))
     }
 
-    /// Every tenant that has tasks or jobs.
+    /// Every tenant that has tasks.
     pub fn all_tenants(&self) -> Result<Vec<String>> {
-        // From one tenant to the next by the index: there are few tenants and many tasks.
+        // The query jumps from one tenant to the next in the index: there are few tenants and many tasks.
         let sql = "WITH RECURSIVE found(whose) AS (
                      SELECT min(tenant) FROM tasks
                      UNION ALL

@@ -1,4 +1,4 @@
-//! Questions to the index.
+//! Queries on the index.
 
 use everbus::{Result, Timestamp};
 use rusqlite::{Connection, OptionalExtension as _, Row, params};
@@ -41,14 +41,14 @@ pub enum JobState {
     Running,
     /// All tasks have completed.
     Completed,
-    /// A task has failed, and no other can go on. The job can be resumed.
+    /// A task has failed, and no other task can continue. The job can be resumed.
     Failed,
-    /// It never started: another job had one of its tasks.
+    /// The job never started: one of its task ids was taken, or its graph is invalid.
     Refused,
 }
 
 impl JobState {
-    /// The word for it.
+    /// The name of the state.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -79,7 +79,7 @@ pub struct JobRow {
     pub refused: Option<String>,
     /// Tasks that wait for a worker.
     pub pending: usize,
-    /// Tasks that a worker has.
+    /// Tasks that a worker runs, or that wait for their next attempt.
     pub processing: usize,
     /// Tasks that ended well.
     pub completed: usize,
@@ -91,8 +91,8 @@ pub struct JobRow {
 }
 
 impl JobRow {
-    /// The state by the counts. A failed job whose next task is about to start counts as failed here;
-    /// [`Jobs::job`](crate::Jobs::job) looks at the graph.
+    /// The state, derived from the counts alone. A job with a failed task is `Failed` here even if another task is
+    /// about to start; [`Jobs::job`](crate::Jobs::job) looks at the graph and is exact.
     pub fn state(&self) -> JobState {
         if self.refused.is_some() {
             JobState::Refused
@@ -118,7 +118,7 @@ impl Index {
         read_task(&conn, tenant, id).map_err(reading)
     }
 
-    /// Tasks by state, the one whose state is newest first.
+    /// The tasks that pass a filter. The task whose state changed last is first, unless the filter asks for the oldest.
     pub fn tasks(&self, tenant: &str, filter: &TaskFilter) -> Result<Vec<TaskStatus>> {
         let conn = self.conn.lock();
         let before = filter.before.map_or(i64::MAX, Timestamp::as_micros);
@@ -127,7 +127,7 @@ impl Index {
             None => TaskState::ALL.to_vec(),
         };
         let order = if filter.oldest_first { "ASC" } else { "DESC" };
-        // One state at a time uses the index; all of them are then sorted by time.
+        // A query for one state can use the index. The rows of all states are sorted afterwards.
         let sql = format!(
             "SELECT {TASK} FROM tasks WHERE tenant = ?1 AND state = ?2 AND since < ?3
              ORDER BY since {order}, id {order} LIMIT ?4"
@@ -222,13 +222,13 @@ impl Index {
         Ok(micros.map(Timestamp::from_micros))
     }
 
-    /// Why tasks of these ids cannot be added, if they cannot.
+    /// Whether one of these task ids exists already. Returns the reason as a text.
     pub fn taken(&self, tenant: &str, tasks: &[TaskSpec]) -> Result<Option<String>> {
         let conn = self.conn.lock();
         taken(&conn, tenant, tasks).map_err(reading)
     }
 
-    /// Everything, for comparing an index with one that was built again.
+    /// All rows as text, to compare an index with a rebuilt one.
     #[doc(hidden)]
     pub fn dump(&self) -> Result<Vec<String>> {
         let conn = self.conn.lock();

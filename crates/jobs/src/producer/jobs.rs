@@ -16,19 +16,19 @@ use crate::query::load_graph;
 use crate::state::TaskStatus;
 use crate::work::{Start, merged, publish_once};
 
-/// How often an add is tried again when others add to the same job.
+/// How often an add is tried when other processes add tasks to the same job at the same time.
 const MOST_TRIES: usize = 100;
 
 /// A job to submit.
 #[derive(Clone, Debug, Default)]
 pub struct NewJob {
-    /// The id of the job: made from the request id, or new.
+    /// The id of the job. `None`: it is made from the request id, or is new if there is no request id either.
     pub job_id: Option<String>,
-    /// The id of the request. The same request twice is one job.
+    /// The id of the request. Submitting the same request twice makes one job.
     pub request_id: Option<String>,
     /// The tasks.
     pub tasks: Vec<TaskSpec>,
-    /// Puts the id of the job and a dot before the ids of its tasks.
+    /// Whether the ids of the tasks get the id of the job and a dot as a prefix.
     pub prefix_ids: bool,
 }
 
@@ -46,21 +46,21 @@ pub struct SubmittedJob {
     pub new: bool,
 }
 
-/// What a resume of a job did.
+/// The result of resuming a job.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Resumed {
     /// The tasks that were started again.
     pub started: Vec<String>,
-    /// Failed tasks that depend on a task that has not completed: they were cancelled before it was their turn. The next
-    /// resume starts them, once the tasks before them have completed.
+    /// Failed tasks that were not started, because a task they depend on has not completed: they were cancelled before
+    /// they could start. Resume the job again once those tasks have completed.
     pub waiting: Vec<String>,
 }
 
 impl Jobs {
-    /// Submits a job. The same job or request twice is one job.
+    /// Submits a job. Submitting the same job or request twice makes one job.
     ///
-    /// `InvalidJob` if the graph is invalid. `TaskConflict` if another job has one of the tasks, or the job was
-    /// submitted with other tasks.
+    /// Fails with `InvalidJob` if the graph is invalid, and with `TaskConflict` if one of the task ids is taken or the
+    /// job was submitted before with other tasks.
     pub async fn submit_job(&self, job: NewJob) -> Result<SubmittedJob> {
         let (job_id, request_id) = match (job.job_id, job.request_id) {
             (Some(job), Some(request)) => (job, request),
@@ -96,7 +96,7 @@ impl Jobs {
             .event(&created)
             .id(parts.at(time_in(&job_id)))
             .build()?;
-        // Looked at before: an invalid job should not be in the log, if that can be avoided.
+        // This check comes before the publish, so that a refused job is not in the log if that can be avoided.
         let index = self.index();
         index.catch_up(self.bus(), None).await?;
         let known = index.job(self.tenant(), &job_id)?.is_some();
@@ -116,7 +116,7 @@ impl Jobs {
                 _ => error,
             })?;
         self.until_stored(receipt.id()).await?;
-        // Of two jobs that name one task at the same moment, the first in the log has it.
+        // If two jobs name the same task at the same moment, the task belongs to the first job in the log.
         index.catch_up(self.bus(), None).await?;
         let row = index.job(self.tenant(), &job_id)?;
         if let Some(what) = row.and_then(|row| row.refused) {
@@ -130,9 +130,10 @@ impl Jobs {
         })
     }
 
-    /// Adds tasks to a job, also to one that has completed: it goes on then. Returns how many tasks the job has now.
+    /// Adds tasks to a job. A completed job continues with them. Returns how many tasks the job has now.
     ///
-    /// Of adds at the same moment one is first; the others are checked again on the new graph.
+    /// If several processes add tasks at the same moment, one add is stored first; the others are checked again with
+    /// the new graph.
     pub async fn add_tasks(
         &self,
         job: &str,
@@ -146,12 +147,14 @@ impl Jobs {
                 new.iter().any(|new| new == id) || graph.number(id).is_none()
             });
         }
-        // How many adds to the graph of this size were refused by the index: each has an id of its own.
+        // How many adds for a graph of this size the index has refused. The number is part of the event id: the ids of
+        // the refused adds are taken.
         let (mut refused, mut size) = (0, 0);
         for _ in 0..MOST_TRIES {
             let (_, mut graph, created_at) = self.graph_of(job).await?;
             let previous = graph.len();
-            // The add whose id is taken is in the index by now. If the graph is as it was, that add was refused.
+            // The index has applied the add that took our id. If the size of the graph is unchanged, the index refused
+            // that add.
             refused = if previous == size { refused + 1 } else { 0 };
             size = previous;
             graph.check(&tasks)?;
@@ -186,7 +189,7 @@ impl Jobs {
             self.keep_since(created_at).await?;
             match self.bus().publish(event).await {
                 Ok(receipt) => self.until_stored(receipt.id()).await?,
-                // Another add was first. What it added is looked at before the next try.
+                // Another add was stored first. The next try sees its tasks.
                 Err(error) if error.code() == Code::IdReused => {
                     self.until_stored(id).await?;
                     continue;
@@ -198,7 +201,7 @@ impl Jobs {
             if ours.is_some_and(|task| task.job_id.as_deref() == Some(job)) {
                 return Ok(graph.len());
             }
-            // Another job took one of the ids at the same moment.
+            // Another job took one of the task ids at the same moment.
             let what = self.index().taken(self.tenant(), &tasks)?;
             return Err(taken(
                 what.unwrap_or_else(|| "the tasks could not be added".to_owned()),
@@ -208,7 +211,7 @@ impl Jobs {
         Err(Error::new(Code::Busy, what).hint("try again later"))
     }
 
-    /// Refuses a graph whose states would not fit into `Job Completed`.
+    /// Refuses a graph whose task states would not fit into `Job Completed`.
     fn check_size(&self, graph: &Graph) -> Result<()> {
         let states = graph.tasks().iter().map(|task| task.task_id.len() + 16);
         if states.sum::<usize>() + 1024 <= self.bus().max_payload() {
@@ -219,8 +222,7 @@ impl Jobs {
             .hint("shorter ids, a second job, or an object store for large events"))
     }
 
-    /// Starts the failed tasks of a job again. Those that depend on them and have not begun follow when they have
-    /// completed.
+    /// Starts the failed tasks of a job again. When they complete, the dispatcher starts the tasks that depend on them.
     pub async fn resume(&self, job: &str) -> Result<Resumed> {
         let (tasks, graph, created_at) = self.graph_of(job).await?;
         let is_atomic = self.bus().capabilities().atomic_batch;
@@ -229,7 +231,7 @@ impl Jobs {
         for (number, task) in tasks.iter().enumerate() {
             let run = match task.state {
                 Some(TaskState::Failed) => task.run + 1,
-                // An earlier call may have failed between `Task Pending` and the work.
+                // An earlier call may have stored `Task Pending` and failed before the work message.
                 Some(TaskState::Pending) if !is_atomic && !self.has_work(task).await? => task.run,
                 _ => continue,
             };
@@ -279,12 +281,12 @@ impl Jobs {
         start.events(&self.emitter(Origin::Producer))
     }
 
-    /// Cancels a job: all its tasks that run, wait or could start. Returns the tasks that were cancelled.
+    /// Cancels a job: all its tasks that run, wait for a worker, or could start. Returns the cancelled tasks.
     pub async fn cancel_job(&self, job: &str) -> Result<Vec<String>> {
         let mut cancelled = BTreeSet::new();
         loop {
-            // A task may complete while its cancel is on the way, and a child of it may start. So this is repeated
-            // until nothing is left that runs or can start.
+            // A task may complete before its cancel is stored, and its child may start. So this is repeated until no
+            // task runs or can start.
             let (tasks, graph, _) = self.graph_of(job).await?;
             let open = tasks
                 .iter()
@@ -311,7 +313,7 @@ impl Jobs {
         }
     }
 
-    /// The tasks of a job with their states, its graph, and when it was submitted.
+    /// The tasks of a job with their states, its graph, and the time of its submission.
     pub(super) async fn graph_of(&self, job: &str) -> Result<(Vec<TaskStatus>, Graph, Timestamp)> {
         self.index().catch_up(self.bus(), None).await?;
         let row = self
@@ -328,7 +330,7 @@ impl Jobs {
     }
 }
 
-/// Puts the id of the job before the ids of tasks, and before the dependencies that name one of them.
+/// Adds the id of the job as a prefix to the task ids, and to the dependencies for which `of_job` is true.
 fn prefix(job: &str, tasks: &mut [TaskSpec], of_job: impl Fn(&str) -> bool) {
     for task in tasks {
         task.task_id = format!("{job}.{}", task.task_id);

@@ -16,15 +16,16 @@ use crate::handle::{Jobs, Origin};
 use crate::state::TaskStatus;
 use crate::work::run_id;
 
-/// Events in one step.
+/// The number of events in one batch. `submit_all` uses it as the number of tasks, with two events each.
 const PART: usize = 500;
-/// How long a store beside a broker may be behind.
+/// How long to wait for an event that was published, until a store beside a broker has it.
 const STORED_WITHIN: Duration = Duration::from_secs(30);
-/// An event that a store beside a broker does not have after this time was not published.
+/// How long to wait for an event that may not exist. If a store beside a broker does not have it then, it was not
+/// published.
 const BEHIND: Duration = Duration::from_secs(5);
 
 impl Jobs {
-    /// Whether the work of the present run of a task was stored.
+    /// Whether the work message of the current run of a task was stored.
     pub(crate) async fn has_work(&self, task: &TaskStatus) -> Result<bool> {
         let created_at = match &task.job_id {
             Some(job) => self.index().job(self.tenant(), job)?.map(|j| j.created_at),
@@ -35,7 +36,8 @@ impl Jobs {
         Ok(self.stored(id).await?.is_some())
     }
 
-    /// An event of this tenant with a derived id. A store beside a broker may be behind: it has some time.
+    /// Finds an event of this tenant by its derived id. A store beside a broker may be behind, so this waits up to
+    /// [`BEHIND`] for the event.
     pub(crate) async fn stored(&self, id: EventId) -> Result<Option<Arc<Recorded>>> {
         let begin = tokio::time::Instant::now();
         loop {
@@ -50,7 +52,7 @@ impl Jobs {
         }
     }
 
-    /// Waits until the store has an event. Only a store beside a broker may be behind.
+    /// Waits until the store has an event. Only a store beside a broker can be behind.
     async fn until_stored(&self, id: EventId) -> Result<()> {
         if self.bus().engine().background.is_none() {
             return Ok(());
@@ -68,7 +70,8 @@ impl Jobs {
         Ok(())
     }
 
-    /// Each cancel has an id of its own: one that came after the end of a run says nothing, and a later one must.
+    /// The event that cancels a task. Its id is not derived: a cancel after the end of a run has no effect, and a later
+    /// cancel of the same run must not be dropped as its duplicate.
     fn cancel_event(&self, task: &TaskStatus) -> Result<Event> {
         let run = task.run.max(1);
         let job = task.job_id.as_deref();
@@ -98,7 +101,7 @@ fn conflict(what: impl Into<String>) -> Error {
     error
 }
 
-/// The error for a task that is not there.
+/// The error for a task that does not exist.
 pub(crate) fn no_task(id: &str) -> Error {
     Error::new(Code::NotFound, format!("there is no task {id:?}"))
         .hint("`everbus task list` shows them; --tenant chooses the tenant")

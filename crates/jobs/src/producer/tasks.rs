@@ -13,15 +13,16 @@ use crate::work::{Start, publish_once, run_id};
 /// A task to submit.
 #[derive(Clone, Debug)]
 pub struct NewTask {
-    /// The id of the request. The same id twice is one task. A new one is made if it is `None`.
+    /// The id of the request, which is the id of the task. Submitting the same id twice makes one task. `None`: a new
+    /// id.
     pub request_id: Option<String>,
     /// The name of the work.
     pub name: String,
     /// The input.
     pub input: Json,
-    /// Not to be started before this time.
+    /// The task does not start before this time.
     pub at: Option<Timestamp>,
-    /// Runs the task again if it has ended.
+    /// Whether a task that has ended runs again.
     pub again: bool,
 }
 
@@ -53,17 +54,18 @@ pub struct Submitted {
     pub request_id: String,
     /// The run, from 1.
     pub run: u32,
-    /// Whether this call started the run; false if the task was there already.
+    /// Whether this call started the run; false if the task existed already.
     pub new: bool,
     /// Its state.
     pub state: TaskState,
 }
 
 impl Jobs {
-    /// Submits a task: its `Task Pending` and its work are stored in one step.
+    /// Submits a task: publishes its `Task Pending` and its work message as one batch.
     ///
-    /// A task that is there already is not started again unless [`NewTask::again`] says so, and then only if no worker
-    /// has it. `TaskConflict` if it is the task of a job, or was submitted with another name or input.
+    /// An existing task starts again only with [`NewTask::again`], and only if no worker has it. Fails with
+    /// `TaskConflict` if the id belongs to a task of a job, or if the task was submitted before with another name or
+    /// input.
     pub async fn submit(&self, task: NewTask) -> Result<Submitted> {
         if task.name.is_empty() {
             return Err(Error::new(Code::InvalidAttribute, "the task has no name")
@@ -90,7 +92,7 @@ impl Jobs {
         let [_, work] = self.start_events(id, 1, &task)?;
         match self.stored(work.id()).await? {
             Some(first) if !first.event.same_body(&work) => return Err(other_input(id)),
-            // An earlier call stored `Task Pending` and failed before the work.
+            // An earlier call stored `Task Pending` and failed before the work message.
             None if known.run == 1 && known.state == Some(TaskState::Pending) => {
                 return self.submit_new(id.clone(), 1, &task, true).await;
             }
@@ -104,8 +106,8 @@ impl Jobs {
         })
     }
 
-    /// Submits tasks with new ids, in steps of many. Ids that are given are not compared with known tasks: the caller
-    /// has made them for these tasks. Returns the ids.
+    /// Submits new tasks, in large batches. The ids must be new: they are not compared with existing tasks. Returns the
+    /// ids.
     pub async fn submit_all(&self, tasks: &[NewTask]) -> Result<Vec<String>> {
         let mut submitted = Vec::with_capacity(tasks.len());
         let emitter = self.emitter(Origin::Producer);
@@ -131,7 +133,7 @@ impl Jobs {
         start_events(&self.emitter(Origin::Producer), id, run, task)
     }
 
-    /// Starts a run. `is_begun`: its `Task Pending` is stored, and its work is not.
+    /// Starts a run. `is_begun`: the `Task Pending` of the run is stored, but its work message is not.
     async fn submit_new(
         &self,
         id: String,
@@ -153,7 +155,7 @@ impl Jobs {
         };
         self.until_stored(work).await?;
         if task.request_id.is_some() {
-            // Of a task and a job that name one id at the same moment, the first in the log has it.
+            // If a task and a job use the same id at the same moment, it belongs to the first of them in the log.
             self.index().catch_up(self.bus(), None).await?;
             let known = self.index().task(self.tenant(), &id)?;
             if let Some(job) = known.and_then(|task| task.job_id) {
@@ -168,8 +170,8 @@ impl Jobs {
         })
     }
 
-    /// Starts one task again that has ended. Returns its new run. `TaskConflict` if it waits, or a worker has it; or if
-    /// it has completed, unless `completed` allows that.
+    /// Starts a task again. Returns its run. Fails with `TaskConflict` if the task waits for a worker, if a worker has
+    /// it, or if it has completed and `completed` is false.
     pub async fn retry(&self, id: &str, completed: bool) -> Result<u32> {
         self.index().catch_up(self.bus(), None).await?;
         let task = self
@@ -204,10 +206,10 @@ impl Jobs {
         Ok(run)
     }
 
-    /// The work of the last run of a task without a job.
+    /// The work message of the last run of a task without a job.
     async fn last_work(&self, task: &TaskStatus) -> Result<Work> {
         let mut found = None;
-        // The last run may have been left without its work.
+        // The last run may have no work message: then the one of the run before is used.
         for run in (1..=task.run).rev().take(2) {
             let id = run_id(self.tenant(), None, &task.request_id, run, Work::TYPE);
             found = self.stored(id).await?;
@@ -226,11 +228,11 @@ impl Jobs {
         self.bus().whole(&record).await?.event.json()
     }
 
-    /// The run that a task gets when it is run again. Refuses if it waits, or if a worker has it.
+    /// The run number for starting a task again. Refuses a task that waits for a worker, or that a worker has.
     async fn next_run(&self, task: &TaskStatus) -> Result<u32> {
         let id = &task.request_id;
         match task.state {
-            // The work of this run was never stored: the run is started now.
+            // The work message of this run was never stored. The run is started now, with the same number.
             Some(TaskState::Pending) if !self.has_work(task).await? => Ok(task.run),
             Some(TaskState::Pending) => {
                 let what = format!("the task {id:?} waits for a worker already");
@@ -245,8 +247,8 @@ impl Jobs {
         }
     }
 
-    /// Ends a run whose lock has ended, before the next one starts. Its work is still in the group, and a worker that
-    /// comes back would take it as well: workers skip a run that was cancelled.
+    /// Cancels a run whose lock has expired, before the next run starts. The group still has the work message of the
+    /// old run. Workers skip a cancelled run, so no worker runs it beside the new one.
     async fn end_run(&self, task: &TaskStatus) -> Result<()> {
         if task.state == Some(TaskState::Processing) {
             self.bus().publish(self.cancel_event(task)?).await?;
@@ -254,8 +256,7 @@ impl Jobs {
         Ok(())
     }
 
-    /// Cancels a task: a worker that has it stops, and dependent tasks do not start. Returns false if it had ended
-    /// before.
+    /// Cancels a task: its worker stops, and dependent tasks do not start. Returns false if the task had ended before.
     pub async fn cancel_task(&self, id: &str) -> Result<bool> {
         self.index().catch_up(self.bus(), None).await?;
         let task = self

@@ -1,4 +1,4 @@
-//! When a schedule is due: a cron expression in a time zone.
+//! The times of a schedule: a cron expression in a time zone.
 
 use std::time::Duration;
 
@@ -11,8 +11,8 @@ use jiff::tz::TimeZone;
 /// A cron expression in a time zone.
 ///
 /// Five fields: minute, hour, day of month, month, day of week (0 or 7 is Sunday; names work too). Six fields: seconds
-/// first. `@hourly`, `@daily`, `@weekly` and the like are accepted. When clocks are set forward, a time that does not
-/// exist runs at the first moment after the gap; when they are set back, a time that comes twice runs once.
+/// first. `@hourly`, `@daily`, `@weekly` and similar words are accepted. When clocks are set forward, a tick in the
+/// skipped hour runs at the first moment after it. When clocks are set back, a tick in the repeated hour runs once.
 #[derive(Clone, Debug)]
 pub struct CronTimes {
     text: String,
@@ -53,7 +53,7 @@ impl CronTimes {
         &self.zone_name
     }
 
-    /// The first tick after a time. `None` if there is none, as for 30 February.
+    /// The first tick after a time. `None` if there is none, for example for 30 February.
     pub fn next_after(&self, time: Timestamp) -> Option<Timestamp> {
         let next = self.cron.find_next_occurrence(&self.zoned(time)?, false);
         next.ok().as_ref().map(timestamp)
@@ -65,7 +65,7 @@ impl CronTimes {
         last.ok().as_ref().map(timestamp)
     }
 
-    /// The ticks after one time and up to another, the newest `limit` of them, oldest first.
+    /// The ticks after `after` and up to `until`: at most the newest `limit` of them, oldest first.
     pub fn between(&self, after: Timestamp, until: Timestamp, limit: usize) -> Vec<Timestamp> {
         let mut ticks = Vec::new();
         let mut next = self.last_at(until);
@@ -77,7 +77,7 @@ impl CronTimes {
         ticks
     }
 
-    /// The time from a tick to the next.
+    /// The time from a tick to the next one.
     pub fn interval(&self, tick: Timestamp) -> Option<Duration> {
         self.next_after(tick).map(|next| next.since(tick))
     }
@@ -92,7 +92,7 @@ fn timestamp(time: &Zoned) -> Timestamp {
     Timestamp::from_micros(time.timestamp().as_microsecond())
 }
 
-/// How long a run may take unless set: a minute less than the interval, or 90 % of an interval under 10 minutes.
+/// The default time limit of a run: a minute less than the interval, or 90 % of an interval under 10 minutes.
 pub(super) fn default_timeout(interval: Duration) -> Duration {
     match interval < Duration::from_secs(600) {
         true => interval.mul_f64(0.9),

@@ -1,8 +1,9 @@
-//! Work at given times: cron expressions with time zones, one attempt per tick, without overlap.
+//! Schedules: cron expressions with time zones. Each tick has one attempt, and runs do not overlap.
 //!
-//! A tick is taken under a [duty](everbus::duty) in the store. So several processes may run the same schedules: each
-//! tick runs once, and a process that dies during a run is replaced at the next tick. What a schedule publishes has an
-//! id derived from the schedule and the tick, so that even a process that slept through its turn publishes it once.
+//! A process takes a tick by a compare-and-set on a [duty](everbus::duty) in the store. So several processes may run
+//! the same schedules: each tick runs once, and if a process dies during a run, another process takes the next tick.
+//! The events of a schedule have ids derived from the schedule and the tick. So even if a process stops for a while and
+//! another one takes over, an event is stored once.
 //!
 //! Each run ends in an event `schedule.ran`; each change of a stored schedule is an event `schedule.changed`.
 
@@ -20,16 +21,16 @@ use serde::{Deserialize, Serialize};
 /// The entity type of schedules.
 pub const SCHEDULE: &str = "SCHEDULE";
 
-/// What happens to ticks that no process was there for.
+/// What happens to ticks at which no scheduler ran.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Missed {
-    /// They are left out: a tick runs only if it is at most a minute late.
+    /// Missed ticks are skipped: a tick runs only if it is at most a minute late.
     #[default]
     Skip,
-    /// The newest one runs, however late it is.
+    /// The newest missed tick runs, however late it is.
     Once,
-    /// All of them run, one after another, the newest hundred at most.
+    /// All missed ticks run, one after another; at most the newest hundred.
     All,
 }

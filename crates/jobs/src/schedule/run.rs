@@ -1,4 +1,4 @@
-//! The scheduler: finds the ticks that are due, takes each under its duty, and runs it once.
+//! The scheduler: finds the ticks that are due, takes each with the duty of its schedule, and runs it once.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -22,20 +22,21 @@ use crate::work::{publish_once, run_id};
 use crate::worker::{ATTEMPTS, TIMEOUT};
 use crate::{Jobs, Origin, WORK};
 
-/// The type of the event that a schedule ran.
+/// The type of the event that reports a run of a schedule.
 pub const RUN_TYPE: &str = "schedule.ran";
 
-/// How often the stored schedules are read again, and the longest sleep: clocks may jump.
+/// The longest sleep: stored schedules are read again at least this often, and clocks may jump.
 const LOOK: Duration = Duration::from_secs(5);
-/// A tick that is later than this was missed.
+/// A tick that has not run after this time counts as missed.
 const LATE: Duration = Duration::from_secs(60);
-/// The newest missed ticks that [`Missed::All`] runs.
+/// [`Missed::All`] runs at most this many missed ticks, the newest.
 const MOST_MISSED: usize = 100;
-/// Runs in which the last task of a schedule is looked for. Each names it, but those that failed.
+/// How many `schedule.ran` events are searched for the last task of a schedule. Each names the task, unless the run
+/// failed.
 const LAST_RUNS: usize = 50;
-/// A turn outlives its time limit by this much: the process must still write how it ended.
+/// The lease of a turn is longer than its time limit by this much, so that the process can record the result.
 const MARGIN: Duration = Duration::from_secs(10);
-/// How long runs have to end when the scheduler stops.
+/// How long the scheduler waits for running ticks when it stops.
 const FINISH: Duration = Duration::from_secs(10);
 
 /// One tick of a schedule.
@@ -46,12 +47,12 @@ pub struct Tick {
     pub schedule: String,
     /// The time of the tick, not of the run.
     pub at: Timestamp,
-    /// The fencing token of the turn: higher for each later one.
+    /// The fencing token of the turn: it is higher for each later turn.
     pub token: u64,
 }
 
 impl Tick {
-    /// The id of an event that this tick publishes: the same in every process that believes to have the tick.
+    /// The id of an event that this tick publishes. It is the same in every process that runs the tick.
     pub fn id(&self, tenant: &str, event_type: &str) -> EventId {
         let parts = Parts {
             tenant,
@@ -64,7 +65,7 @@ impl Tick {
     }
 }
 
-/// How a run ended: the payload of `schedule.ran`.
+/// The result of a run: the payload of `schedule.ran`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ScheduleRan {
@@ -74,18 +75,18 @@ pub struct ScheduleRan {
     pub tick: Timestamp,
     /// How long the run took.
     pub duration_ms: u64,
-    /// The task that it submitted, or the one that has not ended.
+    /// The task that the run submitted, or the earlier task that has not ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub request_id: Option<String>,
-    /// Why it did nothing.
+    /// Why the run did nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
-    /// Why it failed. It is not tried again; the next tick comes.
+    /// Why the run failed. It is not retried; the schedule continues with the next tick.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// What a run did.
+/// The result of a run that did not fail.
 #[derive(Clone, Debug, Default)]
 struct Done {
     request_id: Option<String>,
@@ -95,7 +96,7 @@ struct Done {
 type Function =
     Arc<dyn Fn(Tick) -> BoxFuture<'static, std::result::Result<(), String>> + Send + Sync>;
 
-/// What happens at a tick.
+/// The work of a schedule at each tick.
 #[derive(Clone)]
 enum Doing {
     Function(Function),
@@ -113,7 +114,7 @@ struct Entry {
     work: Doing,
 }
 
-/// Runs schedules: functions of this program, and those that are stored.
+/// Runs schedules: functions of this program, and stored schedules.
 ///
 /// ```
 /// use everbus::Bus;
@@ -138,9 +139,9 @@ pub struct Scheduler {
     owner: String,
     own: Vec<Entry>,
     stored: Option<Schedules>,
-    /// The last tick of each schedule that this process knows to be taken.
+    /// For each schedule, the last tick that needs no further look: it was taken by a process, or was missed.
     known: BTreeMap<String, Timestamp>,
-    /// The last run of each schedule that this process began.
+    /// For each schedule, the last run that this process began.
     begun: BTreeMap<String, AbortHandle>,
     running: JoinSet<()>,
 }
@@ -165,7 +166,7 @@ impl Scheduler {
         self
     }
 
-    /// Runs a function at these times. The name is shared by all processes that run it: each tick runs in one of
+    /// Runs a function at these times. Processes that use the same name share the schedule: each tick runs in one of
     /// them. Missed ticks are skipped.
     pub fn on<F, R>(mut self, name: impl Into<String>, times: CronTimes, function: F) -> Self
     where
@@ -192,13 +193,13 @@ impl Scheduler {
         self
     }
 
-    /// Runs the stored schedules too, also those that are added later.
+    /// Also runs the stored schedules, including those that are added later.
     pub fn stored(mut self) -> Result<Self> {
         self.stored = Some(Schedules::of(self.jobs.bus())?);
         Ok(self)
     }
 
-    /// Runs until `stop` ends; then running ticks have 10 seconds.
+    /// Runs until `stop` resolves. Then it waits up to 10 seconds for running ticks.
     pub async fn run(mut self, stop: impl Future<Output = ()>) -> Result<()> {
         let mut stop = std::pin::pin!(stop);
         loop {
@@ -223,7 +224,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Begins every tick that is due now. Returns when the next one is.
+    /// Begins every tick that is due now. Returns the time of the next tick.
     pub async fn look(&mut self) -> Result<Option<Timestamp>> {
         while self.running.try_join_next().is_some() {}
         let mut next = None::<Timestamp>;
@@ -269,13 +270,13 @@ impl Scheduler {
         Ok(entries)
     }
 
-    /// The ticks that are to run now, oldest first.
+    /// The ticks that are due now, oldest first.
     async fn due(&mut self, entry: &Entry, now: Timestamp) -> Result<Vec<Timestamp>> {
         let Some(newest) = entry.times.last_at(now) else {
             return Ok(Vec::new());
         };
-        // A function is there since the process began; ticks that were missed before are its own as well. Which was
-        // the last one, the record of the duty says.
+        // `since` of a function is the start of this process. With `Once` and `All`, ticks before the start also count:
+        // the record of the duty has the last tick that was taken.
         let makes_up = matches!(entry.work, Doing::Function(_)) && entry.missed != Missed::Skip;
         if newest <= entry.since && !makes_up {
             return Ok(Vec::new());
@@ -300,7 +301,7 @@ impl Scheduler {
         let fresh = |tick: &Timestamp| entry.missed != Missed::Skip || now.since(*tick) <= LATE;
         let due: Vec<Timestamp> = ticks.into_iter().filter(fresh).collect();
         if due.is_empty() {
-            // Taken by another process, or missed.
+            // The newest tick was taken by another process, or was missed.
             self.known.insert(entry.name.clone(), newest);
         }
         Ok(due)
@@ -311,7 +312,7 @@ impl Scheduler {
         Duty::of(self.jobs.bus().engine(), key, &*self.owner)
     }
 
-    /// Takes ticks and runs them beside other schedules, one after another.
+    /// Takes the ticks and runs them one after another, in a task of their own.
     async fn begin(&mut self, entry: &Entry, ticks: Vec<Timestamp>) -> Result<()> {
         let mut ticks = ticks.into_iter();
         let Some(first) = ticks.next() else {
@@ -336,7 +337,7 @@ impl Scheduler {
                 let Some(tick) = ticks.next() else {
                     return;
                 };
-                // Not taken: another process makes up for the rest, or this one with its next look.
+                // If the tick cannot be taken, another process runs the rest, or this process after its next look.
                 taken = take(&jobs, &of, &duty, tick).await.unwrap_or_else(|error| {
                     tracing::warn!(target: "everbus::schedule", schedule = of.name, %tick, %error, "a missed tick could not be taken");
                     None
@@ -348,7 +349,7 @@ impl Scheduler {
     }
 }
 
-/// Takes a tick; `None` if it was taken before, or the one before has not ended.
+/// Takes a tick. `None` if it was taken before, or if the tick before it has not ended.
 async fn take(
     jobs: &Jobs,
     entry: &Entry,
@@ -394,7 +395,7 @@ impl std::fmt::Debug for Scheduler {
     }
 }
 
-/// One run.
+/// The run of one tick.
 struct Run {
     jobs: Jobs,
     entry: Entry,
@@ -403,7 +404,7 @@ struct Run {
 }
 
 impl Run {
-    /// Runs the tick once, whatever comes of it.
+    /// Runs the tick once. Publishes the result and ends the turn, also after a failure.
     async fn carry_out(self, turn: Turn) {
         let started = tokio::time::Instant::now();
         let result = match tokio::time::timeout(self.timeout, self.work()).await {
@@ -473,17 +474,17 @@ impl Run {
         Ok(Done::default())
     }
 
-    /// Submits a task that has one attempt, and the time limit of the schedule.
+    /// Submits a task with one attempt and the time limit of the schedule.
     async fn submit(&self, name: &str, input: &Json) -> Result<Done> {
         let jobs = self.jobs.of(&self.event(WORK).build()?);
         if let Some(task) = self.unfinished(&jobs).await? {
             let request_id = task.request_id.clone();
             if task.state == Some(TaskState::Pending) && !jobs.has_work(&task).await? {
-                // Its process died between `Task Pending` and the work.
+                // The process that submitted the task died between `Task Pending` and the work message.
                 let events = self.start_events(&jobs, (&request_id, task.run), name, input)?;
                 publish_once(jobs.bus(), events.into()).await?;
             }
-            // Named again, so that the next tick finds it.
+            // The task is named in this run too, so that the next tick finds it.
             return Ok(Done {
                 skipped: Some(format!("the task {request_id} has not ended")),
                 request_id: Some(request_id),
@@ -498,7 +499,7 @@ impl Run {
         })
     }
 
-    /// `Task Pending` and the work of one run of the task of a tick.
+    /// The `Task Pending` and the work message for one run of a task.
     fn start_events(
         &self,
         jobs: &Jobs,
@@ -520,7 +521,7 @@ impl Run {
             name: name.to_owned(),
             input: input.clone(),
         };
-        // As for every other task: `task retry` finds the work by its id.
+        // The ids are derived as for every other task: `task retry` finds the work message by its id.
         let id = |event_type| run_id(jobs.tenant(), None, &request_id, run, event_type);
         let pending = emitter
             .event_of_run(&pending, None, run)
@@ -534,7 +535,7 @@ impl Run {
         Ok([pending.build()?, work.build()?])
     }
 
-    /// The id of the task of a tick.
+    /// The id of the task that a tick submits.
     fn task_of(&self, tick: Timestamp) -> String {
         format!("{}.{tick}", self.tick.schedule)
     }
@@ -552,7 +553,8 @@ impl Run {
         let page = jobs.bus().history()?.query(query).await?;
         let mut runs = page.items.iter();
         let last = runs.find_map(|record| record.event.json::<ScheduleRan>().ok()?.request_id);
-        // The process of the tick before may have died after it submitted the task.
+        // The process of the previous tick may have died after it submitted its task and before it published
+        // `schedule.ran`.
         let before = self.tick.at.minus(Duration::from_micros(1));
         let before = self.entry.times.last_at(before);
         let before = before.map(|tick| self.task_of(tick));
@@ -587,7 +589,7 @@ impl Run {
     }
 }
 
-/// A known id means that it was published before.
+/// Treats `IdReused` as success: the event was published before.
 pub(crate) fn once<T>(published: Result<T>) -> Result<()> {
     match published {
         Ok(_) => Ok(()),

@@ -1,4 +1,4 @@
-//! Schedules that are kept in the store, for every process that runs a scheduler: `everbus schedule add`.
+//! Schedules in the store (`everbus schedule add`). Every process with a scheduler can run them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,26 +10,26 @@ use serde_json::{Value, json};
 use super::{CronTimes, Missed, SCHEDULE};
 use crate::events::Json;
 
-/// The bucket of the schedules.
+/// The key-value bucket of the schedules.
 const BUCKET: &str = "everbus-schedules";
-/// All schedules are one value: there are few, and a reader sees all of them at one moment.
+/// All schedules are one value: there are few, and a reader gets a consistent list.
 const KEY: &str = "all";
-/// How often a value that another process changed at the same time is read again.
+/// How often a change is tried when other processes change the value at the same time.
 const TRIES: usize = 8;
 
-/// The name of the health check that `everbus schedule run` has beside the stored schedules.
+/// The name of the health check, which servers and `everbus schedule run` run beside the stored schedules.
 pub const HEALTH_CHECK: &str = "health-check";
 
 type All = BTreeMap<String, StoredSchedule>;
 
-/// The type of the event that a schedule was added, changed or removed.
+/// The type of the event that reports that a schedule was added, changed or removed.
 pub const CHANGED_TYPE: &str = "schedule.changed";
 
 /// What a stored schedule does at each tick.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub enum Action {
-    /// Submits a task. It is skipped while the task of the tick before has not ended.
+    /// Submits a task. The tick is skipped while the task of an earlier tick has not ended.
     Task {
         /// The name of the work.
         name: String,
@@ -60,19 +60,19 @@ pub struct StoredSchedule {
     pub timezone: String,
     /// What it does.
     pub action: Action,
-    /// How long a run may take; by default a minute less than the interval.
+    /// How long a run may take. `None`: a minute less than the interval, or 90 % of an interval under 10 minutes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_ms: Option<u64>,
     /// What happens to missed ticks.
     #[serde(default)]
     pub missed: Missed,
-    /// A schedule that is paused takes no ticks.
+    /// Whether the schedule is paused. A paused schedule runs no ticks.
     #[serde(default)]
     pub paused: bool,
-    /// The tenant of what it publishes.
+    /// The tenant of the events that the schedule publishes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
-    /// Ticks before this are not its own.
+    /// Ticks up to this time do not run, also not as missed ticks.
     pub since: Timestamp,
 }
 
@@ -87,7 +87,7 @@ impl StoredSchedule {
         self.timeout_ms.map(Duration::from_millis)
     }
 
-    /// Refuses what no scheduler could run.
+    /// Refuses a schedule that no scheduler can run.
     pub fn check(&self, now: Timestamp) -> Result<()> {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
         if self.name.is_empty() || self.name.len() > 100 || !self.name.chars().all(plain) {
@@ -130,7 +130,7 @@ pub struct Schedules {
 }
 
 impl Schedules {
-    /// The schedules of a bus; `Unsupported` where the engine keeps no values by key.
+    /// The schedules of a bus. Fails with `Unsupported` if the engine has no key-value store.
     pub fn of(bus: &Bus) -> Result<Self> {
         Ok(Self {
             kv: bus.kv(BUCKET)?,
@@ -141,7 +141,7 @@ impl Schedules {
     /// Adds or replaces a schedule. Returns whether it is new.
     pub async fn put(&self, schedule: &StoredSchedule) -> Result<bool> {
         let known = self.get(&schedule.name).await?.is_some();
-        // The event first: a schedule that runs is one that the history knows of.
+        // The event comes first, so that every schedule that runs is in the history.
         self.announce(schedule, if known { "changed" } else { "added" })
             .await?;
         self.change(|all| {

@@ -1,6 +1,6 @@
-//! Sends requests to URLs that others chose: consumers, alerts, ends of jobs. The name is resolved once, the addresses
-//! are checked and then used; redirects are not followed; only `https` and public addresses, unless allowed; time and
-//! size of the answer have limits.
+//! Sends requests to URLs that users chose: for consumers, alerts and job ends. The host name is resolved once, and the
+//! connection uses the addresses that were checked. Only `https` and public addresses are allowed, unless the options
+//! say otherwise. Redirects are not followed. Time and size of the response are limited.
 
 mod public;
 
@@ -26,19 +26,19 @@ use tokio_rustls::TlsConnector;
 
 use public::is_public;
 
-/// An answer is read up to this many bytes: only its beginning is shown.
+/// A response body with more bytes is dropped.
 const MOST_BYTES: usize = 64 * 1024;
-/// The time for a connection, and again for TLS.
+/// The time limit for the connection, and again for the TLS handshake.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// What a webhook may reach.
+/// Which URLs a webhook may have, and how long a request may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WebhookOptions {
     /// Whether plain `http` is allowed.
     pub allow_http: bool,
-    /// Whether addresses of private networks, of this machine and of link-local services are allowed. Cloud machines
-    /// have services at such addresses that hand out credentials.
+    /// Whether addresses of private networks, of this machine and of link-local services are allowed. On cloud machines
+    /// a link-local service hands out credentials.
     pub allow_private: bool,
     /// How long a request may take (10 s).
     pub timeout: Duration,
@@ -77,7 +77,7 @@ impl WebhookOptions {
     }
 }
 
-/// Sends requests to one URL. The URL may carry a secret: it is never shown, only its host and port are.
+/// Sends requests to one URL. The URL may contain a secret, so only its host and port are ever shown.
 #[derive(Clone)]
 pub struct WebhookClient {
     uri: Uri,
@@ -87,15 +87,15 @@ pub struct WebhookClient {
     options: WebhookOptions,
 }
 
-/// What a receiver answered.
+/// The response of a receiver.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Reply {
     /// The status.
     pub status: StatusCode,
-    /// When the receiver wants the next request: the header `Retry-After`, in seconds or as a date.
+    /// How long to wait before the next request, from the header `Retry-After`.
     pub retry_after: Option<Duration>,
-    /// The body, empty if it is longer than 64 KiB.
+    /// The body; empty if it is longer than 64 KiB or cannot be read.
     pub text: String,
 }
 
@@ -115,9 +115,9 @@ impl fmt::Display for WebhookClient {
 }
 
 impl WebhookClient {
-    /// A client for a URL, which is checked as far as possible without a request.
+    /// A client for a URL. The URL is checked as far as possible without a request.
     pub fn new(url: &str, options: WebhookOptions) -> Result<Self> {
-        // The URL is not repeated in errors: the path of a webhook is its password.
+        // Errors do not contain the URL: the path of a webhook is often a secret.
         let refused = |why: &str| Error::new(Code::InvalidUrl, format!("the webhook {why}"));
         let uri: Uri = url.parse().map_err(|_| refused("is not a URL"))?;
         let tls = match uri.scheme_str() {
@@ -134,7 +134,7 @@ impl WebhookClient {
         }
         let host = authority.host().trim_matches(['[', ']']).to_owned();
         let port = authority.port_u16().unwrap_or(if tls { 443 } else { 80 });
-        // An address needs no resolving: it is checked at once.
+        // An IP address needs no name resolution, so it is checked here.
         if let Ok(address) = host.parse::<IpAddr>()
             && !options.allow_private
             && !is_public(address)
@@ -158,7 +158,7 @@ impl WebhookClient {
         &self.host
     }
 
-    /// Posts a value as JSON. An error if the answer is not 2xx.
+    /// Posts a value as JSON. Fails if the status is not 2xx.
     pub async fn post<T: Serialize + ?Sized>(&self, value: &T) -> Result<()> {
         let body = serde_json::to_vec(value).map_err(|error| {
             Error::new(Code::InvalidPayloadError, "the value is no JSON").caused_by(error)
@@ -166,7 +166,7 @@ impl WebhookClient {
         let headers = [("content-type", "application/json".to_owned())];
         match self.send(&headers, body.into()).await?.status {
             status if status.is_success() => Ok(()),
-            // A redirect would lead to an address that was not checked.
+            // A redirect could lead to an address that was not checked.
             status if status.is_redirection() => Err(self.failed(format_args!(
                 "answered {status}, and redirects are not followed"
             ))),
@@ -174,8 +174,8 @@ impl WebhookClient {
         }
     }
 
-    /// Posts a body with these headers, and returns the answer, whatever its status is. The error says nothing of the
-    /// URL but its host.
+    /// Posts a body with these headers, and returns the response, whatever its status is. An error shows only the host
+    /// and port of the URL.
     pub async fn send(&self, headers: &[(&str, String)], body: Bytes) -> Result<Reply> {
         let limit = self.options.timeout;
         match tokio::time::timeout(limit, self.request(headers, body)).await {
@@ -200,14 +200,14 @@ impl WebhookClient {
         self.exchange(stream, headers, body).await
     }
 
-    /// Resolves the name once, and connects to what was checked: a second look could give another address.
+    /// Resolves the name once, and connects to the addresses that were checked: a second resolution could give others.
     async fn connect(&self) -> Result<TcpStream> {
         let found = tokio::net::lookup_host((self.host.as_str(), self.port)).await;
         let found: Vec<SocketAddr> = match found {
             Ok(found) => found.collect(),
             Err(error) => return Err(self.failed(format_args!("cannot be resolved: {error}"))),
         };
-        // One bad address is enough to refuse: a name that mixes both is an attempt to slip through.
+        // One private address is enough to refuse: a name with private and public addresses is probably an attack.
         let private = found.iter().find(|address| !is_public(address.ip()));
         if let Some(address) = private
             && !self.options.allow_private
@@ -257,8 +257,8 @@ impl WebhookClient {
             })
         };
         let (mut exchange, mut connection) = (pin!(exchange), pin!(connection));
-        // The connection lives as long as the exchange. A receiver may close it right after its answer, which is
-        // complete then: the exchange still has to read it.
+        // The connection must be polled while the exchange runs. A receiver may close the connection right after its
+        // response: then the exchange reads the rest of the response alone.
         tokio::select! {
             biased;
             reply = &mut exchange => return reply,
@@ -272,7 +272,7 @@ impl WebhookClient {
     }
 }
 
-/// The time of a `Retry-After`: seconds, or a date. A date that is past means: at once.
+/// Parses a `Retry-After`: seconds, or a date. A past date gives zero.
 fn pause(text: &str) -> Option<Duration> {
     let text = text.trim();
     if let Ok(seconds) = text.parse() {
@@ -284,7 +284,7 @@ fn pause(text: &str) -> Option<Duration> {
     Some(Duration::from_secs(date).saturating_sub(now))
 }
 
-/// The certificates of the system, read once.
+/// The TLS settings, with the root certificates of the system. They are read once.
 fn client_config() -> Result<Arc<ClientConfig>> {
     static CONFIG: OnceLock<Result<Arc<ClientConfig>, String>> = OnceLock::new();
     let config = CONFIG.get_or_init(|| {

@@ -1,9 +1,9 @@
-//! Which addresses belong to the public internet.
+//! Tells public internet addresses from all others.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Whether an address is one of the public internet: not this machine, not a private network, not the metadata
-/// service of a cloud.
+/// Whether an address belongs to the public internet: not to this machine, a private network, or the metadata service
+/// of a cloud.
 pub(super) fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(address) => is_public_v4(address),
@@ -22,7 +22,7 @@ fn is_public_v4(address: Ipv4Addr) -> bool {
         || address.is_unspecified();
     let others = a == 0
         || a >= 240
-        // Networks of providers, protocols, 6to4 relays and benchmarks.
+        // In this order: carrier NAT, protocol assignments, 6to4 relays, benchmarks.
         || (a == 100 && (64..128).contains(&b))
         || (a == 192 && b == 0 && c == 0)
         || (a == 192 && b == 88 && c == 99)
@@ -31,7 +31,7 @@ fn is_public_v4(address: Ipv4Addr) -> bool {
 }
 
 fn is_public_v6(address: Ipv6Addr) -> bool {
-    // Forms that carry an address of version 4: mapped, compatible, translated, 6to4.
+    // Mapped, translated (NAT64) and 6to4 addresses contain an IPv4 address, which decides.
     let segments = address.segments();
     let inner = |high: u16, low: u16| {
         let [a, b] = high.to_be_bytes();
@@ -47,7 +47,7 @@ fn is_public_v6(address: Ipv6Addr) -> bool {
     if segments[0] == 0x2002 {
         return is_public_v4(inner(segments[1], segments[2]));
     }
-    // 2000::/3 is what has been given out; documentation and Teredo are inside it.
+    // Only 2000::/3 is assigned. The ranges for documentation and Teredo are inside it.
     let given_out = segments[0] & 0xe000 == 0x2000;
     let documentation = segments[0] == 0x2001 && segments[1] == 0xdb8 || segments[0] == 0x3fff;
     let teredo = segments[0] == 0x2001 && segments[1] == 0;

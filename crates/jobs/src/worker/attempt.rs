@@ -1,4 +1,4 @@
-//! One attempt at one task: from the work message to the event that says how it ended.
+//! One attempt at one task: from the work message to the event with its result.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -26,27 +26,27 @@ use crate::events::{
 use crate::handle::is_copy;
 use crate::{ATTEMPT, Emitter, Jobs, WorkItem};
 
-/// An event that was in flight at this many crashes of workers, the last time alone, is the cause of them.
+/// A task that ran during this many crashes of workers is taken as their cause, if it ran alone during the last one.
 const CRASHES: usize = 3;
-/// The time limit of the bus is longer than the limit of the task by this much, so the worker ends the task first.
+/// The time limit of the bus is longer than the limit of the task by this much, so that the worker ends the task first.
 const MARGIN: Duration = Duration::from_secs(60);
-/// The pause before a task of an unknown name goes to the next worker.
+/// The longest pause before a task with an unknown name goes back to the group.
 const UNKNOWN_PAUSE: Duration = Duration::from_secs(1);
-/// The most bytes of an error that are kept: as many as of standard error.
+/// The most bytes of an error that are kept: as many as of standard error by default.
 pub(super) const LONGEST_ERROR: usize = 4 * 1024;
 /// The most bytes of the name of a step that are kept.
 const LONGEST_STEP: usize = 1024;
-/// What the event of a completed task has beside its output and its ids, generously.
+/// More bytes than `Task Completed` has besides its output and its ids.
 const ENVELOPE: usize = 384;
-/// The metadata key of what is known about a child that has ended.
+/// The metadata key for details about the child process: exit, memory, end of standard error.
 pub(crate) const DETAILS: &str = "worker";
 
-/// What the attempts of a worker share.
+/// The state that all attempts of a worker share.
 pub(super) struct Runner {
     pub(super) jobs: Jobs,
-    /// Its name in the events.
+    /// The id of the worker in events.
     pub(super) id: String,
-    /// For the tenant and app of `jobs`.
+    /// The emitter for the tenant and app of `jobs`.
     pub(super) emitter: Emitter,
     pub(super) command: Option<Arc<ChildCommand>>,
     pub(super) handlers: BTreeMap<String, TaskHandler>,
@@ -56,13 +56,13 @@ pub(super) struct Runner {
     pub(super) timeout: Duration,
     pub(super) finish: Duration,
     pub(super) cancellations: Cancellations,
-    /// How long a task of an unknown name is left to other workers.
+    /// How long a task with an unknown name is left to other workers.
     pub(super) patience: Duration,
-    /// Work of unknown names, and when it came first.
+    /// The work messages with unknown names, and when each came first.
     pub(super) unknown: Mutex<HashMap<EventId, Instant>>,
 }
 
-/// What runs: a child, or a function.
+/// The running work: a child process or a function.
 enum Work {
     Child(Running),
     Function {
@@ -92,7 +92,7 @@ enum End {
     GivenBack,
 }
 
-/// The end of an attempt with what is kept beside its event.
+/// The end of an attempt, and the details for the metadata of its event.
 struct Finished {
     end: End,
     elapsed: Duration,
@@ -105,9 +105,9 @@ struct Attempt<'a> {
     item: WorkItem,
     emitter: Emitter,
     context: &'a Context,
-    /// A person asked for this delivery: attempts are counted from 1 again.
+    /// Whether a person asked for this delivery. Then attempts are counted from 1 again.
     is_asked_for: bool,
-    /// The limits of a child; the time limit is that of a function too.
+    /// The limits of a child process. Its time limit also applies to a function.
     limits: ChildLimits,
     max_attempts: u32,
 }
@@ -153,7 +153,8 @@ impl Runner {
             return Err(attempt.used_up(&error));
         }
         if number(event, ATTEMPTS).is_some() && context.attempt() > attempt.max_attempts {
-            // The last attempt ended with its worker or its lease. The bus knows only its own number of attempts.
+            // The last allowed attempt ended with a crash or a lost lease. The bus has delivered the task again,
+            // because it only knows its own, larger limit.
             let most = attempt.max_attempts;
             let error = format!("its worker died or lost the task, which has {most} attempts");
             return Err(attempt.used_up(&error));
@@ -164,18 +165,18 @@ impl Runner {
         attempt.run().await
     }
 
-    /// The function for tasks of a name.
+    /// The function for tasks with this name.
     fn handler(&self, name: &str) -> Option<&TaskHandler> {
         self.handlers.get(name).or(self.any.as_ref())
     }
 
-    /// Whether tasks of this name can run here.
+    /// Whether this worker can run tasks with this name.
     fn knows(&self, name: &str) -> bool {
         self.command.is_some() || self.handler(name).is_some()
     }
 
-    /// Gives back a task that has no handler here: another worker may have one. No attempt is counted. A task that
-    /// comes again and again for some time fails.
+    /// Gives back a task that has no handler here: another worker may have one. No attempt is counted. If the task
+    /// still comes back after `patience`, it fails.
     async fn leave_to_others(
         &self,
         attempt: &Attempt<'_>,
@@ -195,7 +196,7 @@ impl Runner {
             self.unknown.lock().remove(&message.event().id());
             return Err(attempt.used_up(&error));
         }
-        // The next worker gets it after a pause: this one may be alone.
+        // Without a pause, a single worker would get the same task again at once.
         tokio::select! {
             () = attempt.context.shutting_down() => {}
             () = tokio::time::sleep((self.patience / 10).min(UNKNOWN_PAUSE)) => {}
@@ -203,7 +204,7 @@ impl Runner {
         Err(HandlerError::give_back(error))
     }
 
-    /// The limits of an attempt: a work message may ask for less time.
+    /// The limits of an attempt. A work message may set a shorter time limit.
     fn limits(&self, event: &Event, name: &str) -> ChildLimits {
         let command = self.command.as_ref();
         let command = command.filter(|_| self.handler(name).is_none());
@@ -223,7 +224,7 @@ fn number(event: &Event, key: &str) -> Option<u64> {
     event.metadata().get(key)?.parse().ok()
 }
 
-/// How often workers died with this task, if it must be the cause.
+/// How many workers crashed with this task, if the task is taken as the cause.
 fn crashes(context: &Context) -> Option<usize> {
     let crashes = context.failures().iter();
     let crashes: Vec<_> = crashes.filter(|f| f.kind == FailureKind::Crash).collect();
@@ -233,7 +234,7 @@ fn crashes(context: &Context) -> Option<usize> {
 
 impl Attempt<'_> {
     async fn run(&self) -> Result<Outcome, HandlerError> {
-        // From before the start, so that no extension and no loss is missed.
+        // Subscribed before the start, so that no lease extension or loss is missed.
         let mut extensions = self.context.extensions();
         let started = Instant::now();
         let mut work = match self.begin(started) {
@@ -254,7 +255,7 @@ impl Attempt<'_> {
             Ok(Some(finished)) => return self.settle(Some(begun), finished),
             Ok(None) => {}
             Err(panic) => {
-                // The bus records the panic. The attempt has begun all the same.
+                // The bus records the panic. The start of the attempt is still published.
                 bus.publish(begun).await?;
                 std::panic::resume_unwind(panic);
             }
@@ -288,7 +289,7 @@ impl Attempt<'_> {
                     }
                 },
                 published = &mut beat, if going_on => if let Err(error) = published {
-                    // The lease is the lock; the next heartbeat may be heard again.
+                    // The lease still holds; the next heartbeat may succeed.
                     tracing::warn!(target: "everbus::worker", %error, request_id = self.item.work.request_id, "a heartbeat was not published");
                 },
                 () = &mut cancelled, if going_on => {
@@ -304,7 +305,7 @@ impl Attempt<'_> {
         self.settle(None, finished)
     }
 
-    /// The end of a function that does not wait for anything: it has ended when it was called.
+    /// The end of a function that never waits: one poll completes it. `None` for a child, or for a function that waits.
     fn ended_at_once(
         &self,
         work: &mut Work,
@@ -378,7 +379,7 @@ impl Attempt<'_> {
                     process_id: work.pid(),
                 },
             )
-            // It may be published after the end of the work.
+            // The event may be published after the end of the work, so the time is set here.
             .occurred_at(now);
         match self.is_asked_for {
             true => started,
@@ -409,7 +410,8 @@ impl Attempt<'_> {
         )
     }
 
-    /// Turns the end of the attempt into what happens to the work message. `begun`: its start, if that was not published.
+    /// Turns the end of the attempt into the outcome for the work message, with its events. `begun`: the start event,
+    /// if it was not published yet.
     fn settle(
         &self,
         begun: Option<EventBuilder>,
@@ -489,7 +491,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// The end with an error that is not too long. An output that no event can hold is a failure.
+    /// Cuts a long error. An output that is too large for an event becomes a failure.
     fn bounded(&self, end: End) -> End {
         let most = self.runner.jobs.bus().max_payload();
         let work = &self.item.work;
@@ -511,7 +513,7 @@ impl Attempt<'_> {
         }
     }
 
-    /// No attempt is left for the task.
+    /// The error for a task without attempts left: a dead letter, with `Task Failed`.
     fn used_up(&self, error: &str) -> HandlerError {
         let error = cut(error, LONGEST_ERROR).to_owned();
         let event = self.failed(
@@ -572,7 +574,7 @@ impl Work {
         (activity, rss)
     }
 
-    /// Waits for the end. A function that was told to stop ends at its current await point.
+    /// Waits for the end. A function that has to stop is dropped at its current await point.
     async fn ended(
         &mut self,
         attempt: &Attempt<'_>,
@@ -637,7 +639,7 @@ fn of_stop(why: Stopped) -> End {
     }
 }
 
-/// What the end of a child means for its task.
+/// Turns the end of a child process into the end of the attempt.
 fn of_child(ended: Ended, attempt: &Attempt<'_>, classifier: &Classifier) -> Finished {
     let limits = attempt.limits;
     let details = details(&ended);
@@ -671,7 +673,7 @@ fn of_child(ended: Ended, attempt: &Attempt<'_>, classifier: &Classifier) -> Fin
         },
         None => {
             let (category, mut error) = classifier.of_child(&ended);
-            // The kernel refuses memory; the child only knows that an allocation failed.
+            // The child only sees a failed allocation, so the error mentions the limit.
             if let Some(limit) = limits.memory
                 && ended.peak_memory >= limit / 10 * 8
             {
@@ -689,7 +691,7 @@ fn of_child(ended: Ended, attempt: &Attempt<'_>, classifier: &Classifier) -> Fin
     }
 }
 
-/// What is kept beside the event: how the child ended, its memory, the end of its standard error.
+/// The details for the metadata of the event: how the child ended, its memory, the end of its standard error.
 fn details(ended: &Ended) -> String {
     let mut details = json!({ "exit": ended.exit.to_string() });
     if let Some(code) = ended.exit.code() {
@@ -704,7 +706,8 @@ fn details(ended: &Ended) -> String {
     details.to_string()
 }
 
-/// A command that is not there will not be there for the next attempt; too many processes may be fewer then.
+/// The category of a failed start. A missing command is still missing at the next attempt, so it is not retried. Other
+/// errors, such as too many processes, are retried.
 fn cannot_start(error: &std::io::Error) -> ErrorCategory {
     use std::io::ErrorKind;
     match error.kind() {
@@ -716,7 +719,7 @@ fn cannot_start(error: &std::io::Error) -> ErrorCategory {
     }
 }
 
-/// Whole seconds since 1970, rounded down: a lock must not be believed for longer than it holds.
+/// Whole seconds since 1970, rounded down: a reader must not take a lock for longer than it is.
 fn seconds(time: Timestamp) -> u64 {
     u64::try_from(time.as_micros() / 1_000_000).unwrap_or(0)
 }

@@ -1,5 +1,5 @@
-//! Which runs of tasks were cancelled. Each worker process watches the cancels itself: a cancelled task must not
-//! start, and a running one is stopped.
+//! The cancelled runs of tasks. Each worker process reads all cancels: a cancelled task must not start, and a running
+//! one is stopped.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use tokio::sync::watch;
 use crate::events::{ErrorCategory, TaskFailed};
 use crate::{DEFAULT_TENANT, Emitter, Jobs, WorkItem, run_of};
 
-/// When more cancels are known than this, the older half is forgotten, and work that is older is looked up.
+/// With this many known cancels, the older half is dropped. For older work messages the state of the task is looked up.
 const MOST_KNOWN: usize = 100_000;
 
-/// The cancels that a worker knows.
+/// The cancels that a worker has received.
 #[derive(Clone, Debug)]
 pub(super) struct Cancellations {
     known: Arc<Mutex<Known>>,
@@ -24,9 +24,9 @@ pub(super) struct Cancellations {
 
 #[derive(Debug)]
 struct Known {
-    /// Every cancel after this place of the log is in `runs`. Places are compared, not times: clocks differ.
+    /// `runs` has every cancel after this cursor. Positions are compared, not times: clocks differ.
     since: Cursor,
-    /// The cancelled runs, each with the number of its last cancel.
+    /// The cancelled runs, each with the sequence number of its last cancel.
     runs: HashMap<Run, u64>,
     last: u64,
 }
@@ -35,7 +35,7 @@ struct Known {
 type Run = (String, String, u32);
 
 impl Cancellations {
-    /// Begins to watch.
+    /// Subscribes to cancels.
     pub(super) async fn watch(jobs: &Jobs) -> Result<Self> {
         let known = Known {
             since: Cursor::START,
@@ -59,7 +59,7 @@ impl Cancellations {
                 }
             })
             .await?;
-        // Only from now on all of them are heard.
+        // All cancels after this position are received: the subscription exists now.
         let head = jobs.bus().log()?.head().await?;
         this.known.lock().since = head;
         Ok(this)
@@ -86,8 +86,8 @@ impl Cancellations {
         Ok(())
     }
 
-    /// Whether the task was cancelled before its work is begun, or a later run has taken its place. A cancel that is
-    /// published in this moment may be missed here; [`wait`](Self::wait) then returns at once.
+    /// Whether the run was cancelled, or a later run has replaced it. Called before the work begins. A cancel that is
+    /// published at this moment may be missed here; then [`wait`](Self::wait) returns at once.
     pub(super) async fn is_cancelled(
         &self,
         jobs: &Jobs,
@@ -96,7 +96,7 @@ impl Cancellations {
     ) -> Result<bool> {
         let tenant = message.event().tenant().unwrap_or(DEFAULT_TENANT);
         let key = key(tenant, item);
-        // A store beside the broker has its own places, and may be behind.
+        // A store beside the broker has its own positions, and may be behind the broker.
         let beside = jobs.bus().engine().background.is_some();
         let heard = {
             let known = self.known.lock();
@@ -104,21 +104,21 @@ impl Cancellations {
             if heard.is_some() && beside {
                 return Ok(true);
             }
-            // Of a run that was asked for again, any later one may have begun since.
+            // If a person asked for this delivery, a later run may have begun before it.
             let is_new = !is_asked_for(message) && !known.since.covers(message.position());
             if heard.is_none() && !beside && is_new {
                 return Ok(false);
             }
             heard
         };
-        // The state decides: a cancel that came after the end of the run says nothing about a later delivery of it.
+        // The state decides. A cancel that came after the end of the run has no effect on a later delivery of the run.
         let jobs = jobs.for_tenant(tenant);
         let task = jobs.task(&item.work.request_id).await?;
         let is_over = task
             .is_some_and(|task| task.run > item.run || (task.cancelled && task.run == item.run));
         if !is_over && let Some(heard) = heard {
             let mut known = self.known.lock();
-            // Unless there was another one meanwhile.
+            // Another cancel may have arrived meanwhile: it is kept.
             if known.runs.get(&key) == Some(&heard) {
                 known.runs.remove(&key);
             }

@@ -1,4 +1,4 @@
-//! What kind of failure it was: by what the child reported, by patterns in its error, by its exit code or signal.
+//! Classifies failures: by the report of the child, by patterns in its error text, by its exit code or signal.
 
 use everbus::{Code, Error, Result};
 use regex::bytes::{Regex, RegexBuilder};
@@ -6,14 +6,14 @@ use regex::bytes::{Regex, RegexBuilder};
 use super::child::{Ended, Exit};
 use crate::events::ErrorCategory;
 
-/// Decides the category of a failure. The first rule that says something wins:
+/// Decides the category of a failure. The first rule that matches decides:
 ///
 /// 1. The category that the child reported.
-/// 2. The patterns of the program, in their order.
-/// 3. The category of the exit code: those of the program, then those of `sysexits.h`.
-/// 4. The standard patterns: texts of common errors such as `ETIMEDOUT` and `429`.
-/// 5. The signal: `SIGSEGV` and its like are an error of the program; another signal came from outside.
-/// 6. The fallback, which is `server-error`: another attempt is made.
+/// 2. The patterns that were added with [`pattern`](Self::pattern), in their order.
+/// 3. The exit code: those set with [`exit_code`](Self::exit_code), then those of `sysexits.h` and of shells.
+/// 4. The signal: `SIGSEGV` and similar signals are `programming`. Other signals came from outside: `server-error`.
+/// 5. The standard patterns: texts of common errors such as `ETIMEDOUT` and `429`.
+/// 6. The fallback, by default `server-error`, which is retried.
 #[derive(Clone, Debug)]
 pub struct Classifier {
     patterns: Vec<(Regex, ErrorCategory)>,
@@ -22,7 +22,7 @@ pub struct Classifier {
     fallback: ErrorCategory,
 }
 
-/// Texts of errors, most telling first. Numbers of HTTP count only as words.
+/// Patterns for common error texts, the most specific first. HTTP status numbers must be whole words.
 const STANDARD: [(&str, ErrorCategory); 7] = [
     (
         r"\b429\b|rate.?limit|too many requests|quota exceeded",
@@ -70,7 +70,7 @@ const EXIT_CODES: [(i32, ErrorCategory); 12] = [
     (127, ErrorCategory::Programming),
 ];
 
-/// The signals of a process that did something wrong: ILL, TRAP, ABRT, BUS, FPE, SEGV, SYS.
+/// The signals that a bug in the process causes: ILL, TRAP, ABRT, BUS, FPE, SEGV, SYS.
 const OWN_SIGNALS: [i32; 7] = [4, 5, 6, 7, 8, 11, 31];
 
 impl Default for Classifier {
@@ -88,8 +88,8 @@ impl Default for Classifier {
 }
 
 impl Classifier {
-    /// Adds a pattern: a regular expression that is searched in the error and the end of standard error, in any
-    /// case of letters. Of several the first that is found counts.
+    /// Adds a regular expression. It is searched, ignoring case, in the error that the child reported, or else in the
+    /// end of standard error. The first pattern that matches counts.
     pub fn pattern(mut self, text: &str, category: ErrorCategory) -> Result<Self> {
         let pattern = pattern(text).map_err(|error| {
             Error::new(
@@ -109,7 +109,7 @@ impl Classifier {
         self
     }
 
-    /// Sets the category of a failure that no rule knows.
+    /// Sets the category of a failure that no rule matches.
     #[must_use]
     pub fn otherwise(mut self, category: ErrorCategory) -> Self {
         self.fallback = category;
@@ -123,8 +123,7 @@ impl Classifier {
         found.unwrap_or(self.fallback)
     }
 
-    /// The category and the text of the failure of a child that ended with an exit code other than 0 or by a
-    /// signal.
+    /// The category and the error text of a child that ended with a signal or an exit code other than 0.
     pub(super) fn of_child(&self, ended: &Ended) -> (ErrorCategory, String) {
         let reported = ended.error.as_ref();
         let text = match (reported, last_line(&ended.stderr)) {
@@ -167,7 +166,7 @@ fn search(rules: &[(Regex, ErrorCategory)], text: &str) -> Option<ErrorCategory>
 }
 
 fn pattern(text: &str) -> std::result::Result<Regex, regex::Error> {
-    // ASCII only: the tables of Unicode are large.
+    // ASCII only: the Unicode tables are large.
     RegexBuilder::new(text)
         .case_insensitive(true)
         .unicode(false)
@@ -178,7 +177,7 @@ fn pattern(text: &str) -> std::result::Result<Regex, regex::Error> {
 pub(crate) fn named(name: &str) -> Option<ErrorCategory> {
     let category: ErrorCategory =
         serde_json::from_value(serde_json::Value::String(name.to_owned())).ok()?;
-    // Only a producer cancels.
+    // Only a producer may cancel a task.
     (category != ErrorCategory::Cancelled).then_some(category)
 }
 
@@ -187,7 +186,7 @@ fn last_line(text: &str) -> Option<&str> {
     Some(cut(line, 500))
 }
 
-/// The first bytes of a text, whole characters only.
+/// The first `most` bytes of a text, cut at a character boundary.
 pub(super) fn cut(text: &str, most: usize) -> &str {
     &text[..text.floor_char_boundary(most)]
 }
@@ -246,7 +245,7 @@ mod tests {
             (Exit::Code(3), "", RateLimit),
             (Exit::Code(1), "", ServerError),
             (Exit::Code(1), "KeyError: 'store'", Programming),
-            // A code that means something goes before texts that may be about something else.
+            // A known exit code decides before the standard patterns.
             (Exit::Code(75), "KeyError: 'store'", ServerError),
             (Exit::Signal(11), "", Programming),
             (Exit::Signal(9), "", ServerError),
@@ -277,7 +276,7 @@ mod tests {
         };
         ended.error = report(Some("auth"));
         assert_eq!(classifier.of_child(&ended), (Auth, "no access".into()));
-        // Unknown and reserved names say nothing.
+        // Unknown and reserved names are ignored.
         for name in [None, Some("unheard of"), Some("cancelled")] {
             ended.error = report(name);
             assert_eq!(classifier.of_child(&ended).0, ServerError);

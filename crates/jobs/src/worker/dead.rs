@@ -1,5 +1,5 @@
-//! The end of tasks whose work message died without a word from a worker: the worker crashed at the last attempt, the
-//! message cannot be read, its output was refused. Such a task gets its `Task Failed` here.
+//! Ends tasks whose work message became a dead letter without a `Task Failed` from a worker, for example because the
+//! worker crashed in the last attempt. Publishes the `Task Failed`. A message that names no task is only logged.
 
 use everbus::{
     Code, Context, HandlerError, HandlerResult, HistoryQuery, Json, Message, Order, Result,
@@ -15,7 +15,7 @@ use crate::handle::is_copy;
 use crate::ids::Parts;
 use crate::{Jobs, Origin, WORK, WORKERS, WorkItem, run_of};
 
-/// The notice of a dead letter, as far as it matters here.
+/// The fields of a dead letter notice that are needed here.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Notice {
@@ -83,7 +83,7 @@ async fn end_task(
         retry_count: dead.attempts,
         source: FailureSource::Dlq,
     };
-    // One for each death: a task may be retried from the dead letters and die again.
+    // The id is different for each dead letter: a retried dead letter may fail again, and needs another `Task Failed`.
     let event_type = format!("{}/{}", TaskFailed::TYPE, context.idempotency_key());
     let id = Parts {
         tenant: jobs.tenant(),
@@ -103,7 +103,7 @@ async fn end_task(
     }
 }
 
-/// Whether the last event of this run ended it.
+/// Whether the last event of this run is a terminal one.
 async fn has_ended(jobs: &Jobs, item: &WorkItem) -> Result<bool> {
     let query = HistoryQuery::default()
         .tenant(jobs.tenant())

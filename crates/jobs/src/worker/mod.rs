@@ -1,4 +1,4 @@
-//! Takes tasks from the bus and runs them: each in a child process, or with a function in this process.
+//! The worker: takes tasks from the bus and runs each in a child process, or with a function in this process.
 //!
 //! ```text
 //!                    ┌ Task Processing Started ┐          ┌ exit code 0: Task Completed, with the ack
@@ -38,22 +38,24 @@ pub const DEAD_WORK: &str = "tasks.dead-work";
 /// The time between two heartbeats, unless set.
 pub const HEARTBEAT: Duration = Duration::from_secs(20);
 
-/// The metadata key of a work message with the time limit of its attempts in milliseconds, if it is shorter than that
-/// of the worker.
+/// The metadata key in a work message for the time limit of an attempt, in milliseconds. It applies if it is shorter
+/// than the limit of the worker.
 pub const TIMEOUT: &str = "timeout_ms";
-/// The metadata key of a work message with the number of its attempts, if it is smaller than the number of the worker.
+/// The metadata key in a work message for the number of attempts. It applies if it is smaller than the number of the
+/// worker.
 pub const ATTEMPTS: &str = "max_attempts";
 
-/// A lease lasts this many heartbeats: the extension is two of them, and a half more is allowed for.
+/// The length of a lease in heartbeats. By the specification an extension is two heartbeats, and the lock lasts one and
+/// a half times the extension.
 const HEARTBEATS_IN_LEASE: u32 = 3;
 
-/// How long running tasks have to end after a shutdown began, before they are stopped and given back.
+/// How long running tasks may continue after a shutdown has begun. Then they are stopped and given back.
 const FINISH: Duration = Duration::from_secs(20);
 
-/// How long a task of an unknown name is left to other workers.
+/// How long a task with an unknown name is left to other workers.
 const PATIENCE: Duration = Duration::from_secs(300);
 
-/// A worker in the making. [`mount`](Self::mount) subscribes it to the work of the bus.
+/// The builder of a worker. [`mount`](Self::mount) subscribes it to the work messages of the bus.
 ///
 /// ```
 /// use everbus::Bus;
@@ -108,22 +110,22 @@ impl Worker {
         }
     }
 
-    /// Its name in the events (`worker-` and the process id).
+    /// The id of the worker in events (`worker-`, the host name and the process id).
     pub fn id(mut self, id: impl Into<String>) -> Self {
         self.id = id.into();
         self
     }
 
-    /// Runs tasks as child processes of this command: those whose name has no handler.
+    /// Runs the tasks whose name has no handler as child processes with this command.
     pub fn command(mut self, command: ChildCommand) -> Self {
         self.command = Some(Arc::new(command));
         self
     }
 
-    /// Runs tasks of this name with a function in this process.
+    /// Runs tasks with this name with a function in this process.
     ///
-    /// A function that waits for nothing has its start and its end stored in one step with the ack: while it computes,
-    /// its task counts as pending.
+    /// If the function never waits, the start and the end of the task are stored in one step with the ack: while the
+    /// function computes, its task counts as pending.
     pub fn handler<F, R, T>(mut self, name: impl Into<String>, function: F) -> Self
     where
         F: Fn(Task) -> R + Send + Sync + 'static,
@@ -134,7 +136,7 @@ impl Worker {
         self
     }
 
-    /// Runs tasks of every name that has no handler with a function in this process.
+    /// Runs tasks with any other name with a function in this process.
     pub fn any<F, R, T>(mut self, function: F) -> Self
     where
         F: Fn(Task) -> R + Send + Sync + 'static,
@@ -145,45 +147,46 @@ impl Worker {
         self
     }
 
-    /// How failures are classified.
+    /// Sets how failures are classified.
     pub fn classifier(mut self, classifier: Classifier) -> Self {
         self.classifier = classifier;
         self
     }
 
-    /// How many tasks run at once (the number of processors).
+    /// How many tasks run at once (default: the number of processors).
     pub fn concurrency(mut self, tasks: usize) -> Self {
         self.concurrency = tasks;
         self
     }
 
-    /// The time between two heartbeats (20 s). The lock of a task lasts three of them.
+    /// The interval of heartbeats (20 s). The lock of a task lasts three intervals.
     pub fn heartbeat(mut self, heartbeat: Duration) -> Self {
         self.heartbeat = heartbeat;
         self
     }
 
-    /// How long a handler in this process may run (200,000 ms). The limits of a command are its own.
+    /// How long a handler in this process may run (200,000 ms). A command has its own limits.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// How long running tasks have to end after the shutdown of the bus began (20 s). Then they are stopped and
-    /// given back, without an attempt counted. The shutdown itself must last longer, by the grace of the children.
+    /// How long running tasks may continue after the shutdown of the bus has begun (20 s). Then they are stopped and
+    /// given back; no attempt is counted. The shutdown timeout of the bus must be longer than this time plus the grace
+    /// period of child processes.
     pub fn finish_within(mut self, time: Duration) -> Self {
         self.finish = time;
         self
     }
 
-    /// How long a task whose name has no handler here is left to other workers before it fails (5 minutes). No
-    /// attempt is counted meanwhile.
+    /// How long a task whose name has no handler here is left to other workers before it fails (5 minutes). No attempt
+    /// is counted in this time.
     pub fn leave_unknown_for(mut self, time: Duration) -> Self {
         self.patience = time;
         self
     }
 
-    /// How often and when failed tasks are tried again; by default as the bus does it: four attempts.
+    /// How often and when failed tasks are retried. Default: the policy of the bus, which has four attempts unless set.
     pub fn retry(mut self, policy: RetryPolicy) -> Self {
         self.retry = Some(policy);
         self
@@ -233,7 +236,7 @@ impl Worker {
             .name("worker")
             .start_from(StartFrom::First)
             .concurrency(concurrency)
-            // Work that waits here cannot be taken by another worker.
+            // No larger prefetch: another worker cannot take work that waits here.
             .prefetch(concurrency)
             .lease(lease)
             .timeout(lease);
@@ -261,7 +264,7 @@ impl std::fmt::Debug for Worker {
     }
 }
 
-/// The name of a worker that has none: the host would be the same for all workers of a machine.
+/// The default id. It has the process id too, because several workers may run on one host.
 fn default_id() -> String {
     let host = rustix::system::uname();
     let host = host.nodename().to_string_lossy();

@@ -1,4 +1,4 @@
-//! A task as a handler in this process sees it.
+//! A task, as a handler in this process receives it.
 
 use std::fmt;
 use std::future::Future;
@@ -23,14 +23,14 @@ pub struct Task {
     pub job_id: Option<String>,
     /// The name of the work.
     pub name: String,
-    /// The input: that of the task, and for a dependent task the `dependencyOutputs` of its parents.
+    /// The input of the task. A dependent task also gets the outputs of its parents, as `dependencyOutputs`.
     pub input: Json,
     /// Which attempt this is, from 1.
     pub attempt: u32,
     pub(super) reports: Arc<Reports>,
 }
 
-/// What a handler reports while it runs.
+/// The reports of a running handler.
 #[derive(Debug, Default)]
 pub(super) struct Reports {
     pub(super) activity: Mutex<Option<(ReportedActivity, SystemTime)>>,
@@ -38,14 +38,14 @@ pub(super) struct Reports {
 }
 
 impl Task {
-    /// Reads the input. An input that does not fit is a failure of the category `validation`.
+    /// Deserialises the input. If that fails, the error has the category `validation`.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, TaskError> {
         let read = serde_json::from_str(self.input.get());
         read.map_err(|error| TaskError::new(ErrorCategory::Validation, error.to_string()))
     }
 
-    /// Reports what the handler does now: `step_running`, `sdk_query`, `waiting`, and the name of the step. It goes
-    /// into the next heartbeat.
+    /// Reports the current activity: its kind (`step_running`, `sdk_query`, `waiting`) and the name of the step. The
+    /// next heartbeat has it.
     pub fn activity(&self, kind: impl Into<String>, step: Option<&str>) {
         let activity = ReportedActivity {
             kind: kind.into(),
@@ -54,16 +54,16 @@ impl Task {
         *self.reports.activity.lock() = Some((activity, SystemTime::now()));
     }
 
-    /// Reports what a language model has used, for `Task Completed`.
+    /// Reports the tokens that a language model has used, for `Task Completed`.
     pub fn usage(&self, usage: Usage) {
         *self.reports.usage.lock() = Some(usage);
     }
 }
 
-/// Why a handler failed: the category decides whether there is another attempt.
+/// The error of a handler. Its category decides whether there is another attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TaskError {
-    /// The category; `None`: the text is classified, as the standard error of a child is.
+    /// The category. `None`: the message is classified, like the standard error of a child.
     pub category: Option<ErrorCategory>,
     /// What went wrong.
     pub message: String,
@@ -85,7 +85,7 @@ impl fmt::Display for TaskError {
     }
 }
 
-// It does not implement `std::error::Error`: the conversion from every error would overlap.
+// `TaskError` does not implement `std::error::Error`: then this conversion would overlap with `From<T> for T`.
 impl<E: std::error::Error> From<E> for TaskError {
     fn from(error: E) -> Self {
         let mut message = error.to_string();
@@ -106,7 +106,7 @@ impl<E: std::error::Error> From<E> for TaskError {
 pub(super) type TaskHandler =
     Arc<dyn Fn(Task) -> BoxFuture<'static, Result<Json, TaskError>> + Send + Sync>;
 
-/// Makes a handler of a function.
+/// Makes a handler from a function.
 pub(super) fn handler<F, R, T>(function: F) -> TaskHandler
 where
     F: Fn(Task) -> R + Send + Sync + 'static,

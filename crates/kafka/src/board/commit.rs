@@ -73,13 +73,13 @@ impl Board {
         self.parts.get(&slot).map_or(0, |part| part.version)
     }
 
-    /// How much of each partition waits here.
+    /// How much of each partition waits here, and how many events that have not begun.
     ///
     /// Each partition is full by itself: events of one that no consumer takes hold up no other.
-    pub(crate) fn loads(&self) -> impl Iterator<Item = (Partition, Load)> {
+    pub(crate) fn loads(&self) -> impl Iterator<Item = (Partition, Load, usize)> {
         self.parts.values().map(|part| {
             let partition = (part.topic.name.clone(), part.partition);
-            (partition, part.load())
+            (partition, part.load(), part.fresh())
         })
     }
 
@@ -122,9 +122,13 @@ impl Board {
 }
 
 impl Part {
+    /// Events that have begun are bounded by what the metadata has room for.
+    fn fresh(&self) -> usize {
+        self.rows.len().saturating_sub(self.open)
+    }
+
     fn load(&self) -> Load {
-        // Events that have begun are bounded by what the metadata has room for.
-        let fresh = self.rows.len() - self.open;
+        let fresh = self.fresh();
         if fresh > MOST_FRESH || self.bytes > MOST_BYTES {
             return Load::Full;
         }

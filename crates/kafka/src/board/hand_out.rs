@@ -10,19 +10,22 @@ use crate::offset_metadata::Last;
 
 impl Board {
     /// Claims up to `max` events for a consumer. They are handed out by [`deliver`](Self::deliver), once
-    /// their attempts are durable.
+    /// their attempts are durable. `step` is how long a commit takes.
     pub(crate) fn claim(
         &mut self,
         seat: u64,
         max: usize,
         now: Instant,
+        step: Duration,
         token: impl Fn() -> u64,
     ) -> Vec<(RowId, u64)> {
+        let Some(own) = self.seats.get_mut(&seat) else {
+            return Vec::new();
+        };
+        let max = max.min(own.room(now, step));
         let Some(own) = self.seats.get(&seat) else {
             return Vec::new();
         };
-        let room = own.prefetch.min(own.window.size()).saturating_sub(own.held);
-        let max = max.min(room);
         if max == 0 || own.paused || self.held_alone > 0 {
             return Vec::new();
         }
@@ -104,8 +107,8 @@ impl Board {
             return;
         };
         if id.1 > part.begun {
+            part.open += part.rows.range(part.begun + 1..=id.1).count();
             part.begun = id.1;
-            part.open = part.rows.range(..=id.1).count();
         }
         part.touch();
         let Some(row) = part.rows.get_mut(&id.1) else {

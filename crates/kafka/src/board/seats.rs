@@ -16,6 +16,9 @@ pub(crate) struct Seat {
     pub(super) no_handler_after: Duration,
     pub(super) window: Window,
     pub(super) held: usize,
+    /// Settled since the window was last told.
+    pub(super) settled: usize,
+    told: Instant,
 }
 
 impl Seat {
@@ -28,7 +31,29 @@ impl Seat {
             no_handler_after: options.no_handler_after,
             window: Window::new(options.concurrency),
             held: 0,
+            settled: 0,
+            told: Instant::now(),
         }
+    }
+
+    /// How many more events it may get. `step` is how long a commit takes.
+    pub(super) fn room(&mut self, now: Instant, step: Duration) -> usize {
+        let since = now.saturating_duration_since(self.told);
+        match (self.settled, self.held) {
+            (0, 0) => {
+                self.window.began(now);
+                self.told = now;
+            }
+            // The window takes each number for what a whole step brought.
+            (1.., held) if held == 0 || since >= step => {
+                let settled = std::mem::take(&mut self.settled);
+                self.window.settled(settled, now, step);
+                self.told = now;
+            }
+            _ => {}
+        }
+        let most = self.prefetch.min(self.window.size());
+        most.saturating_sub(self.held)
     }
 
     /// Whether it has a handler for an event. A record that cannot be read needs none: it is dead-lettered.

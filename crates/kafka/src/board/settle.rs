@@ -58,7 +58,6 @@ impl Board {
         token: u64,
         change: Change,
         now: Instant,
-        step: Duration,
     ) -> Option<u64> {
         let row = self.row_mut(id)?;
         let State::Held {
@@ -73,7 +72,7 @@ impl Board {
             return None;
         }
         if let Some(seat) = self.seats.get_mut(&seat) {
-            seat.window.settled(1, now, step);
+            seat.settled += 1;
         }
         match change {
             Change::Finished { dead } => {

@@ -6,6 +6,8 @@ use crate::offset_metadata::Saved;
 use crate::wire::Read;
 
 const SEAT: u64 = 1;
+/// How long a commit takes.
+const STEP: Duration = Duration::from_millis(1);
 
 struct Table {
     board: Board,
@@ -63,7 +65,7 @@ impl Table {
             tokens.set(tokens.get() + 1);
             tokens.get()
         };
-        let claimed = self.board.claim(SEAT, max, self.now, next);
+        let claimed = self.board.claim(SEAT, max, self.now, STEP, next);
         self.tokens = tokens;
         let now = self.now;
         claimed
@@ -79,9 +81,8 @@ impl Table {
     }
 
     fn settle(&mut self, place: u64, token: u64, change: Change) -> Option<u64> {
-        let step = Duration::from_millis(1);
         self.board
-            .settle((self.slot, place), token, change, self.now, step)
+            .settle((self.slot, place), token, change, self.now)
     }
 
     fn done(&mut self, place: u64, token: u64) {
@@ -126,7 +127,7 @@ fn an_attempt_is_in_the_commit_before_the_event_is_handed_out() {
     table.arrive(1, "k", true);
     table.arrive(2, "k", true);
     let token = table.token();
-    let claimed = table.board.claim(SEAT, 1, table.now, || token);
+    let claimed = table.board.claim(SEAT, 1, table.now, STEP, || token);
     assert_eq!(claimed, [((table.slot, 1), token)]);
     assert!(table.board.is_dirty());
     let saved = table.committed();
@@ -322,7 +323,7 @@ fn a_full_partition_holds_up_no_other() {
     table.board.open_part(other.clone(), 0, 0, None);
     let load = |table: &Table, name: &str| {
         let mut loads = table.board.loads();
-        loads.find(|((topic, _), _)| topic == name).unwrap().1
+        loads.find(|((topic, _), ..)| topic == name).unwrap().1
     };
     // More than one partition may hold, of which the only consumer takes none.
     table.board.set_handled(SEAT, vec![]);
@@ -521,6 +522,50 @@ impl Table {
                 Saved::decode(floor, &last.metadata).unwrap()
             }
             None => before.unwrap_or_else(|| Saved::new(0)),
+        }
+    }
+}
+
+#[test]
+fn quick_handlers_are_handed_more_with_each_commit() {
+    let mut table = Table::new(false, None);
+    let options = ConsumeOptions::new(all()).concurrency(4).prefetch(1000);
+    table.board.sit(SEAT, options);
+    for place in 1..=400 {
+        table.arrive(place, &format!("k{place}"), true);
+    }
+    let mut most = 0;
+    let mut held = table.take(1000);
+    for _ in 0..8 {
+        most = most.max(held.len());
+        table.now += STEP;
+        // Outcomes come in portions, and the consumer looks for more after each.
+        let mut more = Vec::new();
+        for portion in held.chunks(held.len() / 8 + 1) {
+            for (place, token, _) in portion {
+                table.done(*place, *token);
+            }
+            more.extend(table.take(1000));
+        }
+        held = more;
+    }
+    assert!(most >= 100, "at most {most} at a time");
+}
+
+#[test]
+fn slow_handlers_are_handed_what_can_run() {
+    let mut table = Table::new(false, None);
+    let options = ConsumeOptions::new(all()).concurrency(4).prefetch(1000);
+    table.board.sit(SEAT, options);
+    for place in 1..=100 {
+        table.arrive(place, &format!("k{place}"), true);
+    }
+    for _ in 0..5 {
+        let taken = table.take(1000);
+        assert_eq!(taken.len(), 4);
+        table.now += 1000 * STEP;
+        for (place, token, _) in taken {
+            table.done(place, token);
         }
     }
 }

@@ -14,11 +14,17 @@ use crate::board::{Load, Partition};
 use crate::errors::{kind, refused};
 use crate::offset_metadata::Saved;
 
-/// A full partition is looked at again after this long; then it is paused.
+/// While a partition is full, consumers must take this many events
+const QUICK: usize = 50;
+/// in this time. Otherwise the partition is paused.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// How long the answer may take that says how far the group has come. The server expels a member that does not poll for
-/// five minutes.
-const COMMITTED_WITHIN: Duration = Duration::from_secs(120);
+/// As it is if it is still full after this long: meanwhile there is no poll, and without polls no rebalance.
+const MOST_PATIENCE: Duration = Duration::from_millis(250);
+/// How often a full partition is looked at.
+const GLANCE: Duration = Duration::from_millis(1);
+/// How long the committed offsets of the group may take to arrive. After this time the member leaves, and another one
+/// joins: a member that waits here does not poll, and events wait with it.
+const COMMITTED_WITHIN: Duration = Duration::from_secs(30);
 
 impl Member {
     /// Partitions come to this process: their progress is read before the first record. Returns them with the
@@ -96,30 +102,51 @@ impl Member {
 
     /// Stops fetching from partitions that are full, and goes on with those that have room again.
     ///
-    /// A pause throws away what the client has fetched ahead, so consumers get a moment before it. The set is
-    /// exact: the client reads a partition again from where it was assigned if it is resumed and was not paused.
+    /// A pause throws away what the client has fetched ahead, so only partitions of slow consumers are paused. The
+    /// set is exact: the client reads a partition again from where it was assigned if it is resumed and was not
+    /// paused.
     pub(super) fn hold_back(&self, consumer: &BaseConsumer<Context>) {
-        let loaded = |wanted: Load| -> BTreeSet<Partition> {
-            let board = self.board.lock();
-            let loads = board.loads().filter(|(_, load)| *load == wanted);
-            loads.map(|(partition, _)| partition).collect()
-        };
-        let mut full = loaded(Load::Full);
         let mut paused = self.paused.lock();
-        if !full.is_subset(&paused) {
-            std::thread::sleep(PATIENCE);
-            full = loaded(Load::Full);
-        }
-        let more: Vec<Partition> = full.difference(&paused).cloned().collect();
+        let more = self.full_for_long(&paused);
         if !more.is_empty() && consumer.pause(&named(&more)).is_ok() {
             paused.extend(more);
         }
         if paused.is_empty() {
             return;
         }
-        let light: Vec<Partition> = loaded(Load::Light).intersection(&paused).cloned().collect();
+        let board = self.board.lock();
+        let light = board.loads().filter(|(_, load, _)| *load == Load::Light);
+        let light = light.map(|(partition, ..)| partition);
+        let light: Vec<Partition> = light.filter(|one| paused.contains(one)).collect();
+        drop(board);
         if !light.is_empty() && consumer.resume(&named(&light)).is_ok() {
             paused.retain(|partition| !light.contains(partition));
+        }
+    }
+
+    /// Partitions that are full and not paused. This waits a moment while quick consumers make room.
+    fn full_for_long(&self, paused: &BTreeSet<Partition>) -> Vec<Partition> {
+        let begin = Instant::now();
+        let (mut before, mut since) = (None, begin);
+        loop {
+            let (mut full, mut fresh) = (Vec::new(), 0);
+            for (partition, load, count) in self.board.lock().loads() {
+                if load == Load::Full && !paused.contains(&partition) {
+                    full.push(partition);
+                    fresh += count;
+                }
+            }
+            if full.is_empty() || begin.elapsed() >= MOST_PATIENCE || !self.is_running() {
+                return full;
+            }
+            let then = *before.get_or_insert(fresh);
+            if since.elapsed() >= PATIENCE {
+                if fresh + QUICK > then {
+                    return full;
+                }
+                (before, since) = (Some(fresh), Instant::now());
+            }
+            std::thread::sleep(GLANCE);
         }
     }
 

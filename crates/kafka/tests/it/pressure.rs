@@ -8,7 +8,7 @@ use crate::server;
 use crate::work::{DEADLINE, ack, consumer, group, take};
 
 /// More than the two partitions of a topic may hold.
-const EVENTS: usize = 4_000;
+const EVENTS: usize = 10_000;
 
 /// Takes and acks events until all of these were there.
 async fn finish(engine: &Engine, consumer: &mut Box<dyn Consumer>, mut open: HashSet<EventId>) {

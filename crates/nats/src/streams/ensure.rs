@@ -133,7 +133,7 @@ async fn declare_dead(
 struct Own {
     name: String,
     subject: String,
-    /// The age that it is made with.
+    /// The `max_age` of a new stream.
     age: Option<Duration>,
     /// The shortest `max_age` that an existing stream may have; `None`: it must have none.
     least_age: Option<Duration>,
@@ -389,13 +389,14 @@ fn changes(
         );
     }
     let mut new = config.clone();
-    // Subjects that are not declared here stay: a newer version may have declared them. Only another stream of
-    // this table takes them.
+    // Subjects that are not declared here stay: a newer version may have declared them. They are removed only if
+    // another stream of this table has them.
     let taken = |known: &String| {
         let mut others = wanted.of_others.iter();
         others.any(|other| names::overlap(&format!("{}{other}", space.subject_prefix), known))
     };
-    // The server takes no subjects that overlap unless one covers the other, where the wider one is enough.
+    // The server refuses overlapping subjects. If one covers the other, the wider one is kept; otherwise the existing
+    // one is removed.
     let clashes = |known: &String| {
         let apart = |one: &str, other: &str| {
             !names::overlap(one, other) || names::covers(one, other) || names::covers(other, one)

@@ -6,7 +6,7 @@ use crate::names;
 const GROUPS: &str = "EVERBUS_GROUPS";
 const DEAD: &str = "DLQ";
 
-/// The names of a bus on its server: with a path in the URL, several buses share one.
+/// The names of a bus on its server. With a path in the URL, several buses share one server.
 #[derive(Clone, Debug)]
 pub(crate) struct Space {
     pub(super) stream_prefix: String,
@@ -57,7 +57,7 @@ impl Space {
         format!("{}.groups.{encoded}", self.own)
     }
 
-    /// Where a living engine answers.
+    /// The subject where a running engine answers.
     pub(crate) fn owner_subject(&self, owner: &str) -> String {
         format!("{}.owner.{owner}", self.own)
     }

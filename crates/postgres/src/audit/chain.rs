@@ -15,7 +15,7 @@ pub(super) async fn record(db: &impl Sql, entry: &AuditEntry, now: Timestamp) ->
     let row = db.first(doing, sql, &[]).await?;
     let (before, last_at) = row.map(|row| read::head(&row)).ok_or_else(no_head)?;
     let seq = before.seq + 1;
-    // Times never fall, so a time is a place in the trail.
+    // Times never decrease, so a time corresponds to one place in the trail.
     let at = Timestamp::from_micros(now.as_micros().max(last_at));
     let details = entry.details_text();
     let content = entry.content(seq, at, details.as_deref());
@@ -40,7 +40,7 @@ pub(super) async fn record(db: &impl Sql, entry: &AuditEntry, now: Timestamp) ->
         &bytes,
     ];
     db.execute(doing, &sql, args).await.map_err(refused)?;
-    // A statement of its own: its trigger sees the record.
+    // A separate statement, so that its trigger sees the new record.
     let sql = "UPDATE everbus.audit_head SET seq = $1, hash = $2, at = $3";
     let moved = db
         .execute(doing, sql, &[&number(seq), &bytes, &at.as_micros()])
@@ -54,7 +54,7 @@ fn no_head() -> Error {
         .hint("the tables of the trail were changed; `everbus audit verify` says how")
 }
 
-/// The tables were changed by hand: only this call fails.
+/// Maps an internal error: the tables were changed by hand, which is no bug of Everbus.
 fn refused(error: Error) -> Error {
     if error.code() != Code::Internal {
         return error;

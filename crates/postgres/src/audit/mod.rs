@@ -46,7 +46,7 @@ impl Audit for Postgres {
             self.check_open()?;
             let doing = "reading the audit trail";
             transaction!(self.pool, doing, |tx| {
-                // One state of the trail, however long the walk takes.
+                // One snapshot for the whole walk.
                 tx.batch(
                     doing,
                     "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY",
@@ -87,8 +87,7 @@ impl Audit for Postgres {
     }
 }
 
-/// A changed text would not give the hash of the entry, so the one character that the server cannot store
-/// is refused.
+/// Refuses the zero character, which the server cannot store. Replacing it would change the hash of the entry.
 fn refuse_zero(entry: &AuditEntry) -> Result<()> {
     let entity = entry.entity.as_ref();
     let texts = [

@@ -40,7 +40,7 @@ impl Condition {
 
 pub(super) async fn page(db: &impl Sql, query: &AuditQuery) -> Result<AuditPage> {
     let (mut low, mut high) = (i64::MIN, i64::MAX);
-    // The time never falls as the number rises, so a time corresponds to a number.
+    // Times never decrease with growing numbers, so a time corresponds to a number.
     if let Some(since) = query.since {
         low = at_or_after(db, since).await?.unwrap_or(i64::MAX);
     }
@@ -113,7 +113,7 @@ async fn at_or_before(db: &impl Sql, at: Timestamp) -> Result<Option<i64>> {
     Ok(found.map(|row| row.get(0)))
 }
 
-/// The last of the records at the beginning that were written before a time.
+/// The newest record in the part of the trail that is older than a time.
 pub(super) async fn last_before(db: &impl Sql, before: Timestamp) -> Result<Option<AuditHead>> {
     let beyond = at_or_after(db, before).await?.unwrap_or(i64::MAX);
     let sql =

@@ -1,8 +1,8 @@
 //! Verification of the audit trail: every record against the one before it, both ends against what the schema
 //! keeps beside the records, and the triggers that keep honest programs from changing the trail.
 //!
-//! An owner of the tables can change all of it, the kept head included; the head that a caller kept elsewhere
-//! shows that too.
+//! The owner of the tables can change all of this, the kept head included. A head that the caller kept elsewhere
+//! reveals such a change.
 
 use everbus_core::{
     AuditBreak, AuditContent, AuditHash, AuditHead, AuditVerdict, Result, Timestamp,
@@ -241,7 +241,7 @@ const TRIGGERS: [(&str, &str); 6] = [
     ("audit_log_only_grows", "audit_log_only_grows"),
 ];
 
-/// The text between the quotes of a function, as the server stores it.
+/// The body of a function between its dollar quotes, as the server stores it.
 fn body_of(function: &str, schema: &str) -> String {
     let declared = format!("CREATE FUNCTION everbus.{function}()");
     let rest = TABLES.split_once(&declared).map_or("", |(_, rest)| rest);

@@ -14,10 +14,10 @@ use crate::rows::{RECORD, Stored, UNHANDLED, WAITING, get, get_seq, to_sql};
 
 /// About this many bytes are handed out in one transaction.
 pub(super) const MOST_BYTES: i64 = 8 << 20;
-/// A claim whose events lie in more pieces than this would be a large row: each event gets its own.
+/// A claim with more gaps than this between its events would be a large row. Then each event gets a row of its own.
 pub(super) const MOST_PIECES: usize = 64;
-/// In an ordered group no more than this many events wait in rows. It is this high because those behind a
-/// retry of their key count too, and must not keep the events of other keys waiting.
+/// In an ordered group no more than this many events wait in rows. The limit is this high because events behind a retry
+/// of their key count too, and must not keep the events of other keys waiting.
 const MOST_WAITING: i64 = 200_000;
 
 impl Claim<'_, '_> {
@@ -38,7 +38,7 @@ impl Claim<'_, '_> {
         let end = self.engine.horizon.ask(self.tx).await?;
         self.held_back = end.newest > end.decided;
         if end.newest < group.cursor {
-            // Numbers that were passed are given again, as after a restore of the sequence by hand.
+            // The sequence was set back, for example by hand: the numbers up to the cursor are given again.
             return self.move_cursor(group, end.newest, false).await;
         }
         if end.decided <= group.cursor {
@@ -92,9 +92,9 @@ impl Claim<'_, '_> {
         left: usize,
     ) -> Result<(Vec<Stored>, u64)> {
         let unwanted = group.unwanted(&self.engine.types);
-        // Payloads are only read for rows that are handed out: their sizes stand in the row. The end is
-        // compared last: with both ends the server takes the range for small and reads all of it to sort it. So
-        // it does for a column that is NULL, hence the CASE.
+        // Payloads are only read for rows that are handed out: their sizes are known without reading them. The upper
+        // end is compared last: with both ends the planner takes the range for small, and reads all of it to sort it.
+        // A plain `address IS NULL OR …` misleads the planner in the same way, hence the CASE.
         let sql = format!(
             "SELECT {RECORD} FROM (
                SELECT l.*, sum(octet_length(l.payload)) OVER (ORDER BY l.seq ROWS UNBOUNDED PRECEDING)
@@ -126,7 +126,7 @@ impl Claim<'_, '_> {
         Ok((stored, searched))
     }
 
-    /// Events beyond the cursor that the group passes by: dropped ones, and those that have a row already.
+    /// Events after the cursor that are not new to the group: it has skipped them, or they have a row already.
     async fn passed_by(&self, group: &Group, searched: u64) -> Result<HashSet<u64>> {
         let sql = "SELECT seq FROM everbus.skips WHERE group_id = $1 AND seq > $2 AND seq <= $3
                    UNION SELECT seq FROM everbus.deliveries WHERE group_id = $1 AND seq > $2 AND seq <= $3";
@@ -187,7 +187,7 @@ impl Claim<'_, '_> {
             .map(drop)
     }
 
-    /// Claims new events: a range, or each its own row if they are far apart.
+    /// Claims new events: as one range, or each in a row of its own if the range would have too many gaps.
     async fn hand_out(
         &mut self,
         group: &Group,

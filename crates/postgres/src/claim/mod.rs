@@ -1,7 +1,7 @@
 //! Handing out events: a look that changes nothing, and a claim if there is something to hand out.
 //!
-//! A claim covers a range of the log with one row, and only what may begin: the window of the consumer. Usually
-//! there are only new events (`quick`). Otherwise, in a transaction that holds the lock of the group, the claim
+//! A claim covers a range of the log with one row. It takes no more events than may begin: the window of the consumer.
+//! Usually there are only new events (`quick`). Otherwise, in a transaction that holds the lock of the group, the claim
 //! ends leases, hands out rows that are due, and then new events up to the horizon.
 
 mod fresh;
@@ -23,10 +23,10 @@ use crate::rows::get_seq;
 
 /// At most this many events are handed out in one transaction.
 const BATCH: usize = 1024;
-/// So far a cursor may trail behind events that the group does not want.
+/// A cursor may stay this far behind, if the group wants none of the events after it.
 const LAZY: u64 = 1000;
 
-/// Who asks for events.
+/// The consumer that asks for events.
 #[derive(Clone)]
 pub(crate) struct Asking {
     pub(crate) seat: u64,
@@ -53,7 +53,7 @@ impl Postgres {
     /// Hands out up to `max` events, if there are any for this consumer. `eager`: there probably are.
     pub(crate) async fn look(&self, asking: &Asking, max: usize, eager: bool) -> Result<Looked> {
         self.check_open()?;
-        // What a consumer here gives back must not be taken for a lease that ended.
+        // Waits until consumers of this engine have given their events back, so that no such lease ends meanwhile.
         self.returning.done().await;
         let now = self.now();
         let room = self
@@ -72,7 +72,7 @@ impl Postgres {
             }
         }
         if room == 0 {
-            // Whatever there is, it waits for a settlement or for the end of a lease here.
+            // The consumer gets nothing before a settlement, or before one of its leases ends.
             return Ok(Looked {
                 next: self.seats.next_end(asking.seat),
                 ..Looked::default()
@@ -93,7 +93,7 @@ impl Postgres {
                 ..Looked::default()
             });
         }
-        // Known outside of the transaction, so that a commit of unknown outcome can be taken back.
+        // Made outside of the transaction, so that a claim with an unknown outcome can be taken back.
         let token = new_token();
         let claimed = transaction!(self.pool, "claiming", |tx| {
             let mut claim = Claim {
@@ -145,7 +145,7 @@ impl Postgres {
         Ok(looked)
     }
 
-    /// Gives back what a claim may have handed out whose commit was not answered.
+    /// Gives back the events of a claim whose commit was not answered.
     async fn take_back(&self, token: i64, group: i64) {
         let read = async {
             let conn = self.pool.get().await?;
@@ -198,7 +198,7 @@ struct Claim<'a, 'c> {
     deliveries: Vec<Delivery>,
     /// The events that report dead letters.
     notices: Vec<Event>,
-    /// Events wait for a handler in another consumer.
+    /// Events were set aside for another consumer that has a handler.
     set_aside: bool,
     held_back: bool,
 }

@@ -32,7 +32,7 @@ impl Postgres {
         }
     }
 
-    /// Looks with the patterns that are known of a group. `None`: it has others by now.
+    /// Looks with the cached patterns of a group. `None`: the group has other patterns by now.
     async fn peek_as(
         &self,
         conn: &crate::pool::Conn,
@@ -42,7 +42,7 @@ impl Postgres {
         now: i64,
     ) -> Result<Option<Peek>> {
         let unwanted = group.unwanted(&self.types);
-        // In an ordered group a row may go only if it is the first of its key.
+        // In an ordered group a row may be handed out only if it is the first of its key.
         let sql = format!(
             "SELECT g.cursor, s.newest,
                (SELECT min(l.seq) FROM (SELECT l.seq FROM everbus.log l WHERE l.seq > g.cursor

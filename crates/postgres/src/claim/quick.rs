@@ -10,14 +10,14 @@ use crate::horizon::{End, Horizon};
 use crate::pool::{Params, Role};
 use crate::rows::{AFTER_RECORD, get, seq_from, to_sql};
 
-/// What the function has done, in its words.
+/// The status that the function returns; see `sql/claim.sql`.
 mod status {
     pub(super) const NOTHING: &str = "0";
     pub(super) const CLAIMED: &str = "1";
     pub(super) const REMOVED: &str = "3";
 }
 
-/// The column `o_head` of the function: one column, because each one costs time for every event.
+/// The column `o_head` of the function: a single column, because each column costs time for every event.
 struct Head<'a>(Vec<Option<&'a str>>);
 
 impl Head<'_> {
@@ -29,7 +29,7 @@ impl Head<'_> {
         self.text(index)?.parse().ok()
     }
 
-    /// Remembers the answer of the horizon, if it was asked.
+    /// Remembers the horizon, if the function returned it.
     fn learn(&self, horizon: &Horizon) -> Option<End> {
         let (decided, newest) = (self.number(2)?, self.number(3)?);
         let end = End {
@@ -45,8 +45,8 @@ impl Head<'_> {
 }
 
 impl Postgres {
-    /// Claims up to `room` new events. `None`: the group needs more than that, such as a retry that is due.
-    /// Nothing was done then. `eager`: there are probably events.
+    /// Claims up to `room` new events. `None`: nothing was done, because the group needs more than new events, for
+    /// example because a retry is due. `eager`: there are probably events.
     pub(super) async fn claim_quickly(
         &self,
         asking: &Asking,
@@ -95,7 +95,7 @@ impl Postgres {
                      $15, $16, $17, $18)";
         let rows = match conn.query_planned("claiming", sql, values).await {
             Ok(rows) => rows,
-            // Another transaction was in the way.
+            // A conflict with another transaction.
             Err(error) if error.code() == Code::Busy => return Ok(None),
             Err(error) => {
                 if error.code() == Code::Unavailable {
@@ -124,7 +124,7 @@ impl Postgres {
         match status {
             status::NOTHING => return Ok(Some(looked)),
             status::CLAIMED => {}
-            // What is known of the group may be old.
+            // Status 2: one reason is that the cached group is outdated.
             _ => {
                 self.groups.forget(asking.group);
                 return Ok(None);
@@ -150,7 +150,7 @@ impl Postgres {
             }
         }
         self.seats.took(asking.seat, &looked.deliveries, until);
-        // In rows of their own they are found, and dead-lettered.
+        // Given back, damaged events get rows of their own. The next longer claim dead-letters them.
         if let Err(error) = crate::settle::give_back(self, &damaged).await {
             tracing::warn!(target: "everbus::postgres", %error, "damaged events are dead-lettered when their leases end");
         }

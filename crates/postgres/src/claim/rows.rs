@@ -12,7 +12,7 @@ use crate::rows::{AFTER_RECORD, RECORD, Stored, UNHANDLED, get, read_failures, t
 /// crash proves that this event caused it.
 const CRASHES_BEFORE_ISOLATION: i32 = 3;
 
-/// A row `d` that no other row of its key stands before, and none is in flight.
+/// The condition that no other row with the key of `d` comes before `d` or is in flight.
 pub(super) const FIRST_OF_KEY: &str = "(d.key IS NULL OR NOT EXISTS (SELECT 1 FROM everbus.deliveries o
   WHERE o.group_id = d.group_id AND hashtextextended(o.key, 0) = hashtextextended(d.key, 0) AND o.key = d.key
     AND o.seq <> d.seq AND (o.seq < d.seq OR o.state = 1)))";
@@ -47,7 +47,7 @@ impl Claim<'_, '_> {
                 .seats
                 .is_handled(group.id, stored.record.event.event_type())
             {
-                // A consumer that is paused has a handler.
+                // A consumer of this engine has a handler, and may be paused.
                 kept.push(to_sql(stored.seq()));
                 continue;
             }
@@ -87,7 +87,7 @@ impl Claim<'_, '_> {
             .map(drop)
     }
 
-    /// Reads rows that may go.
+    /// Reads the rows that the condition `which` selects.
     async fn ready(&self, which: &str, values: Params<'_>) -> Result<Vec<Ready>> {
         let sql = format!(
             "SELECT {RECORD}, d.attempt, d.failures, d.crashes, d.replayed
@@ -257,7 +257,7 @@ impl Claim<'_, '_> {
         let (mut seqs, mut damaged) = (Vec::with_capacity(rows.len()), Vec::new());
         for ready in rows {
             let seq = ready.stored.seq();
-            // What cannot be read of earlier failures must not stop the event.
+            // Damaged earlier failures must not stop the event.
             let failures = read_failures(ready.failures.as_deref()).unwrap_or_default();
             if ready.stored.damage.is_some() {
                 let (engine, tx) = (self.engine, self.tx);

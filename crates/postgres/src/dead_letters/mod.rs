@@ -34,7 +34,7 @@ const FROM: &str = "FROM everbus.dead_letters d
   JOIN everbus.log log ON log.seq = d.seq JOIN everbus.groups g ON g.id = d.group_id";
 
 impl Postgres {
-    /// The open dead letters that a filter selects.
+    /// The condition for the open dead letters that a filter selects.
     async fn open_letters(&self, db: &impl Sql, filter: &DeadLetterFilter) -> Result<Condition> {
         let DeadLetterFilter {
             pattern,
@@ -96,7 +96,7 @@ impl Postgres {
             .await?;
         let stored = self.types.read(db, &rows).await?;
         let letters = rows.iter().zip(stored);
-        // Damage is reported in the failures.
+        // The letter of a damaged event is returned too: its failures report the damage.
         letters
             .map(|(row, stored)| read_letter(row, stored.record))
             .collect()
@@ -279,8 +279,8 @@ impl DeadLetters for Postgres {
 }
 
 impl Postgres {
-    /// Retries some dead letters after this one, oldest event first. Returns those it chose, each an event and
-    /// a group, and how many of them now wait.
+    /// Retries some dead letters that come after `after`, oldest event first. Returns the chosen ones as pairs of event
+    /// and group, and how many of them now wait.
     async fn retry_step(
         &self,
         filter: &DeadLetterFilter,
@@ -378,7 +378,7 @@ impl Postgres {
                 .filter(|seq| !needed.contains(seq))
                 .collect();
             remove::remove_events(self, tx, &gone).await?;
-            // Where the event stays, the group has skipped it.
+            // If the event stays in the log, its group counts it as skipped.
             let kept = chosen.iter().filter(|(seq, _)| needed.contains(seq));
             let kept: Vec<(i64, i64)> = kept.copied().collect();
             remove::skip(self, tx, &kept, LETTER_PURGED).await?;
@@ -394,7 +394,7 @@ impl Postgres {
     }
 }
 
-/// Events and groups, as they are in the first two columns.
+/// Reads pairs of event and group from the first two columns.
 fn pairs(rows: &[Row]) -> Result<Vec<(i64, i64)>> {
     rows.iter()
         .map(|row| Ok((get(row, 0)?, get(row, 1)?)))

@@ -1,8 +1,8 @@
 //! The history: what happened to a tenant, an app or an entity, by plain indexes of the log.
 //!
-//! Events without a name are in no index. The narrowest index is walked in the order of the log, and the other
-//! conditions filter what it finds. Events whose transaction has just committed are there at once, also if
-//! a writer with an earlier number has not ended: then a page may get an event in its middle later.
+//! An event without tenant, app and entity is in none of these indexes. The narrowest index is walked in the order of
+//! the log, and the other conditions filter what it finds. A committed event is found at once, even if a writer with an
+//! earlier number has not ended. When that writer commits, its event appears in the middle of a page.
 
 mod plan;
 
@@ -24,7 +24,7 @@ impl Postgres {
             return Ok(None);
         };
         if let Some(exact) = pattern.exact() {
-            // One type: the name is looked up, without reading all of them.
+            // A single type is looked up by its name, without reading all types.
             let sql = "SELECT id FROM everbus.types WHERE name = $1";
             let row = db.first("reading the types", sql, &[&exact]).await?;
             return row

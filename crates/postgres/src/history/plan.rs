@@ -1,12 +1,12 @@
-//! The condition of a query over the log, and how it is found.
+//! The condition of a history query, and a description of the index that it uses.
 
 use everbus_core::{HistoryQuery, Timestamp};
 
 use crate::condition::Condition;
 use crate::rows::storable;
 
-/// Times of receipt grow with the numbers, but for writers at the same moment. So a time is a place in the
-/// log, give or take this many events.
+/// Times of receipt grow with the numbers, except between concurrent writers. So a time corresponds to a number of the
+/// log, plus or minus this much.
 const SLACK: i64 = 10_000;
 
 /// The filters of a query over `everbus.log log`, without its cursor. `types` are the numbers of the types
@@ -57,7 +57,7 @@ pub(super) fn condition(query: &HistoryQuery, types: Option<Vec<i32>>) -> Condit
     condition
 }
 
-/// How a query is found, for people: the narrowest index, and what filters.
+/// Describes for people how a query is answered: the narrowest index, and the conditions that filter.
 pub(super) fn text(query: &HistoryQuery) -> String {
     let exact = query
         .types

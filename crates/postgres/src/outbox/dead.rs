@@ -12,8 +12,8 @@ use super::rows::time;
 use crate::pool::{Params, Sql};
 use crate::rows::storable;
 
-/// Marks earlier dead letters of rows that are sent now as retried. By the event or by the row: an
-/// unreadable row may have become another event when it was corrected.
+/// Marks the dead letters of rows that were sent, or that wait again, as retried. A dead letter is found by the event
+/// or by the row: an unreadable row may have become another event when it was corrected.
 pub(super) async fn close(db: &impl Sql, rows: &[(i64, String)], now: Timestamp) -> Result<()> {
     let numbers: Vec<i64> = rows.iter().map(|(number, _)| *number).collect();
     let events: Vec<&str> = rows.iter().map(|(_, event)| event.as_str()).collect();
@@ -37,7 +37,7 @@ pub(super) fn identity(row: &OutboxRow) -> String {
     }
 }
 
-/// An event may have become a dead letter before its row was marked. Then the row shows it too.
+/// Marks rows as failed whose events became dead letters before the rows were marked as sent.
 pub(super) async fn show(db: &impl Sql, rows: &[&OutboxRow]) -> Result<()> {
     let readable = rows.iter().filter_map(|row| {
         let event = row.event.as_ref().ok()?;
@@ -177,7 +177,8 @@ pub(super) async fn count(db: &impl Sql) -> Result<u64> {
     Ok(u64::try_from(row.get::<_, i64>(0)).unwrap_or(0))
 }
 
-/// The text in `event_id` of an event that was given up, by that text or by its id, whatever its tenant.
+/// Finds an event that was given up, by the text in `event_id` or by its id, in any tenant. Returns the text in
+/// `event_id`.
 pub(super) async fn find(db: &impl Sql, text: &str, id: EventId) -> Result<Option<String>> {
     let sql = "SELECT event_id FROM everbus.outbox_dead_letters
          WHERE retried_at IS NULL AND (event_id = $1 OR left(event, 36) = $2)

@@ -80,7 +80,7 @@ pub(super) async fn insert<C: GenericClient + Sync>(
     inserted.map(drop).map_err(|e| refused(event, e))
 }
 
-/// The error of an insert, for the clients that report one with a code of the server.
+/// Maps the error of an insert.
 fn refused(event: &Event, error: tokio_postgres::Error) -> Error {
     match error.code() {
         Some(&SqlState::UNIQUE_VIOLATION) => taken(event).caused_by(Refused(error)),
@@ -89,7 +89,7 @@ fn refused(event: &Event, error: tokio_postgres::Error) -> Error {
     }
 }
 
-/// The id waits with another body.
+/// The error of an id that waits with another body.
 pub(crate) fn taken(event: &Event) -> Error {
     let what = format!(
         "event {} waits in the outbox with another body",
@@ -98,7 +98,7 @@ pub(crate) fn taken(event: &Event) -> Error {
     Error::new(Code::IdReused, what).hint("use a new id for a new event")
 }
 
-/// The database has no outbox where the transaction looks.
+/// The error of a transaction that finds no outbox.
 pub(crate) fn no_table() -> Error {
     Error::new(
         Code::NotFound,

@@ -28,8 +28,8 @@ pub(crate) async fn forget_sent(db: &impl Sql, before: Timestamp, limit: i64) ->
         .await
 }
 
-/// How many rows [`forget_sent`] would delete in all, with those that failed because of a dead letter from
-/// before `dead`: that dead letter goes first, and then they count as sent.
+/// How many rows [`forget_sent`] would delete in all. Rows that failed because of a dead letter from before `dead` are
+/// included: retention removes that dead letter first, and then the rows count as sent.
 pub(crate) async fn count_sent(
     db: &impl Sql,
     before: Timestamp,

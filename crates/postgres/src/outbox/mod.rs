@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The tables are in the schema of every engine, and in any other schema after [`Outbox::create_tables`].
-//! [`Outbox::open`] gives what a relay takes the rows from. A trigger wakes the relay when a transaction with
-//! new rows commits.
+//! [`Outbox::open`] returns the source from which a relay reads the rows. A trigger wakes the relay when a transaction
+//! with new rows commits.
 
 mod dead;
 mod enqueue;
@@ -32,7 +32,7 @@ pub(crate) use source::own_outbox;
 const TABLES: &str = include_str!("../sql/outbox.sql");
 const VIEW: &str = include_str!("../sql/outbox_view.sql");
 
-/// The schema of an outbox that is named no other.
+/// The schema of an outbox if none is given.
 const PUBLIC: &str = "public";
 
 /// Writes events into the outbox of a database.
@@ -53,12 +53,12 @@ const PUBLIC: &str = "public";
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Outbox {
-    /// Where the table is, if not where the transaction looks for tables without a schema.
+    /// The schema of the table. `None`: the `search_path` of the transaction finds the table.
     schema: Option<String>,
 }
 
 impl Outbox {
-    /// Writes to the table `event_outbox` that the transaction sees: usually that of the schema `public`.
+    /// Writes to the table `event_outbox` that the `search_path` finds: usually that of the schema `public`.
     pub fn new() -> Self {
         Self::default()
     }

@@ -17,7 +17,7 @@ pub(super) fn time(parameter: usize) -> String {
     format!("(timestamptz 'epoch' + ${parameter} * interval '1 microsecond')")
 }
 
-/// The longest that a row may wait. A longer wait was written before the clock was set back, and counts as
+/// The latest due time that a row can have. A later one was written before the clock was set back, and counts as
 /// over.
 fn horizon(now: i64) -> i64 {
     let longest = (1..OUTBOX_ATTEMPTS).filter_map(outbox_delay).max();
@@ -25,14 +25,13 @@ fn horizon(now: i64) -> i64 {
     now.saturating_add(longest)
 }
 
-/// A lease that ends after this was written before the clock was set back.
+/// The latest end that a lease can have. A later one was written before the clock was set back.
 fn latest_end(now: i64) -> i64 {
     let longest = i64::try_from(LONGEST_RELAY_LEASE.as_micros()).unwrap_or(i64::MAX);
     now.saturating_add(longest)
 }
 
-/// Takes or keeps the lease, unless another holder has it. A new holder gets a new fencing token, also if it
-/// held the lease before.
+/// Takes or keeps the lease, unless another holder has it. Each change of the holder gives a new fencing token.
 pub(super) async fn acquire(
     db: &impl Sql,
     me: &str,
@@ -57,8 +56,8 @@ pub(super) async fn acquire(
     }))
 }
 
-/// Whether the lease is still this one. It may have expired, as long as no other relay has it; in a
-/// transaction, no other relay gets it before the end.
+/// Whether the lease is still this one. It may have expired, as long as no other relay has taken it. No other relay can
+/// take it before the transaction ends.
 pub(super) async fn is_ours(db: &impl Sql, lease: &RelayLease) -> Result<bool> {
     let sql = "SELECT 1 FROM everbus.outbox_relay WHERE holder = $1 AND token = $2 FOR SHARE";
     let args: Params<'_> = &[&lease.holder, &token(lease)];

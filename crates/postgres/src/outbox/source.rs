@@ -27,7 +27,7 @@ const PAUSE: Duration = Duration::from_millis(500);
 
 /// The connections to an outbox.
 enum Access {
-    /// Those of the engine whose schema it is in.
+    /// Those of the engine, if the outbox is in its schema.
     Own(Arc<Postgres>),
     Other(Box<Pool>),
 }
@@ -36,7 +36,8 @@ enum Access {
 struct Source {
     access: Access,
     clock: Arc<dyn Clock>,
-    /// The dead letters of an engine are in the same schema, and its retention removes old rows.
+    /// The outbox is in the schema of an engine. The dead letters of the engine are there too, and its retention
+    /// removes old rows.
     own: bool,
     wake: Arc<Notify>,
     poll: Duration,
@@ -72,12 +73,12 @@ pub(crate) fn own_outbox(engine: &Arc<Postgres>) -> Arc<dyn OutboxSource> {
     })
 }
 
-/// Passes on what wakes the engine: the trigger of the outbox rings there too.
+/// Wakes the relay whenever the engine is woken. The trigger of the outbox notifies the engine too.
 async fn follow(bell: Arc<Bell>, wake: Weak<Notify>) {
     let mut next = Box::pin(bell.here.notified());
     loop {
         next.await;
-        // Before the relay is told: what rings from here on is not missed.
+        // Registered before the relay is woken, so that no later ring is missed.
         next = Box::pin(bell.here.notified());
         match wake.upgrade() {
             Some(wake) => wake.notify_one(),
@@ -107,7 +108,7 @@ fn pool_of(url: &str, options: &Options) -> Result<Pool> {
     Ok(Pool::new(target, options.patience))
 }
 
-/// What a schema has: an outbox, and the tables of an engine.
+/// Whether a schema has an outbox, and whether it has the tables of an engine.
 async fn look(pool: &Pool) -> Result<(bool, bool)> {
     let sql = "SELECT to_regclass($1) IS NOT NULL, to_regclass($2) IS NOT NULL";
     let schema = &pool.target().schema;

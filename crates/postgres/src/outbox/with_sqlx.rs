@@ -28,8 +28,8 @@ impl Outbox {
     ) -> Result<EventId> {
         let event = event.into_event()?;
         let row = NewRow::of(&event)?;
-        // The only part that is not a constant is the quoted name of the schema. Without a name of its own
-        // the statement works through a pooler.
+        // Safe: the only part that is not a constant is the quoted name of the schema. An unnamed prepared statement
+        // works through a pooler.
         let insert = sqlx::query(AssertSqlSafe(insert_sql(&self.table())))
             .persistent(false)
             .bind(row.id)

@@ -1,7 +1,7 @@
 //! Retention: removes events that are old and that no group needs, and everything else with an age of its own.
 //!
-//! Each step is a short transaction that locks the groups and looks again whether one of them needs an event
-//! (rule 7).
+//! Each step that removes events is a short transaction that locks the groups, and checks again that no group needs the
+//! events (`docs/adr/0021-retention-looks-twice.md`).
 
 mod holdings;
 pub(crate) mod needed;
@@ -95,7 +95,7 @@ impl<'e> Run<'e> {
             return Ok(());
         };
         let before = self.now.minus(age).as_micros();
-        // One whose event waits or runs again stays.
+        // A dead letter whose event waits or runs again stays.
         const OLD: &str = "FROM everbus.dead_letters d WHERE d.died_at < $1
             AND NOT EXISTS (SELECT 1 FROM everbus.deliveries w
               WHERE w.group_id = d.group_id AND w.seq = d.seq)";
@@ -214,14 +214,14 @@ impl<'e> Run<'e> {
         let Some(before) = self.cutoff(self.retention.payloads) else {
             return Ok(());
         };
-        // Stages that wait for their event are kept as long as those of any other.
+        // Stages whose event has not come yet are kept as long as other stages.
         const OLD: &str = "FROM everbus.event_payloads p
             LEFT JOIN everbus.log l ON l.id = p.event_id AND l.tenant = p.tenant
             WHERE p.timestamp < $1 AND (p.timestamp, p.id) > ($2, $3)
               AND NOT EXISTS (SELECT 1 FROM everbus.dead_letters d
                 WHERE d.seq = l.seq AND d.retried_at IS NULL AND d.died_at >= $4)
             ORDER BY p.timestamp, p.id LIMIT $5";
-        // In a run, old dead letters are gone by now.
+        // A preview ignores dead letters that a run would have removed by now.
         let dead = self
             .cutoff(self.retention.dead_letters)
             .filter(|_| self.preview);

@@ -21,7 +21,7 @@ impl Owed {
         Ok(Self { groups })
     }
 
-    /// Those of these events that must stay. Dead letters from before `dead_since` do not count.
+    /// The events among `seqs` that must stay. Dead letters from before `dead_since` do not count.
     pub(crate) async fn needed_among(
         &self,
         engine: &Postgres,

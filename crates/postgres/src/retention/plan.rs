@@ -1,4 +1,4 @@
-//! Finds the events that are over the limits of age and length, a bounded way at a time.
+//! Finds the events that are over the limits of age and length, in bounded steps.
 
 use everbus_core::{Result, Retention, Timestamp};
 
@@ -9,7 +9,8 @@ use crate::rows::get;
 /// Numbers of the log that one statement looks at, and events that it returns.
 const LOOK: i64 = 100_000;
 const MOST: i64 = 1000;
-/// Times of receipt grow with the numbers, but for writers at the same moment.
+/// Times of receipt grow with the numbers, except between concurrent writers. So a time corresponds to a number of the
+/// log, plus or minus this much.
 const SLACK: i64 = 10_000;
 
 /// Which events a run removes, and how far it has looked.
@@ -71,8 +72,8 @@ impl Plan {
         })
     }
 
-    /// The next events over a limit, in the order of the log but for those that have expired, which come
-    /// first. `None` at the end.
+    /// The next events over a limit: first those that have expired, then the others in the order of the log. `None` at
+    /// the end.
     pub(super) async fn next(&mut self, db: &impl Sql) -> Result<Option<Vec<i64>>> {
         let doing = "looking what may go";
         if let Some((at, seq)) = self.expired {
@@ -94,7 +95,7 @@ impl Plan {
         if self.searched >= self.upto {
             return Ok(None);
         }
-        // Expired events were handled first, or a group still needs them.
+        // Expired events were returned before, so they are left out here.
         let sql = "WITH first AS (SELECT min(seq) AS seq FROM everbus.log WHERE seq > $1)
                    SELECT l.seq, first.seq FROM first LEFT JOIN LATERAL (
                      SELECT l.seq FROM everbus.log l

@@ -8,8 +8,8 @@ use crate::orphans::note_removed;
 use crate::pool::Sql;
 use crate::rows::seq_from;
 
-/// Locks all groups until the transaction ends: none gets an event again that it was done with. A group that
-/// is declared meanwhile begins with what is left.
+/// Locks all groups until the transaction ends, so that no event is redelivered to a group that was done with it. A
+/// group that is declared meanwhile begins with the events that are left.
 pub(crate) async fn lock(db: &impl Sql) -> Result<()> {
     let sql = "SELECT id FROM everbus.groups ORDER BY id FOR UPDATE";
     db.query("locking the groups", sql, &[]).await?;
@@ -35,7 +35,7 @@ pub(crate) async fn remove_events(engine: &Postgres, db: &impl Sql, seqs: &[i64]
     ] {
         db.execute(doing, sql, &[&seqs]).await?;
     }
-    // Cursors stay: between the removed events may be some that a group has yet to read.
+    // Cursors do not move: a group may have yet to read events between the removed ones.
     db.execute(
         doing,
         "DELETE FROM everbus.log WHERE seq = ANY ($1)",
@@ -44,8 +44,8 @@ pub(crate) async fn remove_events(engine: &Postgres, db: &impl Sql, seqs: &[i64]
     .await
 }
 
-/// Records why groups are done with events without having handled them. A group that has not reached an event
-/// yet will pass it by. Each pair is an event and a group.
+/// Records why groups are done with events without having handled them. A group that has not reached an event yet will
+/// skip it. Each pair is an event and a group.
 pub(crate) async fn skip(
     engine: &Postgres,
     db: &impl Sql,

@@ -19,11 +19,11 @@ fn is_plain(settlement: &Settlement) -> bool {
 }
 
 impl Postgres {
-    /// Writes the plain acks whose claims are held as expected. Returns which settlements that were; the others
-    /// are as they were before.
+    /// Writes the plain acks whose claims are held as expected. Returns for each settlement whether it was written. For
+    /// the others nothing was changed.
     pub(super) async fn write_acks(&self, settlements: &[&Settlement]) -> Result<Vec<bool>> {
         let mut claims: BTreeMap<i64, (i64, Ranges)> = BTreeMap::new();
-        // A lease that comes twice is refused the second time, which only the longer way does.
+        // A lease that comes twice must be refused the second time, which only `apply` does.
         let mut twice: HashSet<i64> = HashSet::new();
         for settlement in settlements.iter().filter(|s| is_plain(s)) {
             let (group, token) = parts(&settlement.lease);
@@ -48,9 +48,9 @@ impl Postgres {
         let values: Params<'_> = &[&tokens, &groups, &acked, &at, &owner];
         let written: Vec<i64> = match conn.query_planned("settling", sql, values).await {
             Ok(rows) => rows.first().map_or(Ok(Vec::new()), |row| get(row, 0))?,
-            // Another transaction was in the way.
+            // A conflict with another transaction.
             Err(error) if error.code() == Code::Busy => Vec::new(),
-            // Without an answer it is unknown whether it was committed.
+            // Without an answer it is unknown whether the statement was committed.
             Err(error) if error.code() == Code::Unavailable => {
                 return Err(error.with_unknown_outcome());
             }

@@ -1,4 +1,4 @@
-//! One transaction with settlements: what they bring along, then their verdicts.
+//! One transaction of settlements: first inbox records, effects and follow-ups, then the verdicts.
 
 use std::collections::HashSet;
 
@@ -25,7 +25,7 @@ pub(super) async fn apply(
 ) -> Result<(Vec<Result<()>>, bool)> {
     let leases: Vec<Lease> = settlements.iter().map(|s| s.lease.clone()).collect();
     let owner = engine.session().owner();
-    // While an effect runs, nothing is locked that others need for their acks.
+    // The leases are not locked while an effect runs, because others need the same claims for their acks.
     let effect_first = settlements.iter().any(|s| runs_effect(s));
     let mut held = if effect_first {
         Held::look(tx, &leases, owner, held_after).await?
@@ -74,8 +74,8 @@ pub(super) async fn apply(
     Ok((answers, appended))
 }
 
-/// Does what belongs to acks: inbox records, effects, and the check of follow-up events. Returns the events
-/// to append. An event that the inbox knows is acked without any of it.
+/// Does what belongs to acks: inbox records, effects, and the check of follow-up events. Returns the events to append.
+/// An event that is already in the inbox is acked without its effect and follow-ups.
 async fn follow(
     engine: &Postgres,
     tx: &Tx<'_>,

@@ -55,7 +55,7 @@ pub(super) fn decide(
 }
 
 impl Changes {
-    /// A first attempt, in a claim.
+    /// Settles a first attempt, whose event is in a claim.
     fn settle_claimed(&mut self, (group, seq): (i64, u64), verdict: &Verdict, now: Timestamp) {
         match verdict {
             Verdict::Ack => {}
@@ -83,7 +83,7 @@ impl Changes {
         settlement: &Settlement,
         now: Timestamp,
     ) {
-        // What cannot be read of earlier failures must not stop the event.
+        // Damaged earlier failures must not stop the event.
         let failures = || read_failures(row.failures.as_deref()).unwrap_or_default();
         match &settlement.verdict {
             verdict @ (Verdict::Ack | Verdict::Skip { .. }) => {
@@ -200,7 +200,7 @@ async fn put_back(
     let counts: Vec<bool> = rows.iter().map(|row| row.2).collect();
     let due: Vec<i64> = rows.iter().map(|row| row.3).collect();
     let failures: Vec<Option<String>> = rows.into_iter().map(|row| row.4).collect();
-    // A release leaves a suspect a suspect; after an attempt that ended it is none.
+    // A released event stays suspect. An event whose attempt has ended is no longer suspect.
     let sql =
         "UPDATE everbus.deliveries d SET state = 0, due = x.due, owner = 0, token = 0, until = 0,
                  attempt = d.attempt - CASE WHEN x.counts THEN 0 ELSE 1 END,

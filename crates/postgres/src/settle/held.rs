@@ -41,12 +41,12 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Reads what is held after `now`, by this owner: the leases of another process are never ours to settle.
+    /// Reads the leases of this owner that last beyond `now`. The leases of other processes cannot be settled here.
     pub(crate) async fn read(tx: &Tx<'_>, leases: &[Lease], owner: i64, now: i64) -> Result<Self> {
         Self::read_with(tx, leases, owner, now, true).await
     }
 
-    /// As [`read`](Self::read), without locks: what is held may be gone a moment later.
+    /// As [`read`](Self::read), without locks: a lease may be lost a moment later.
     pub(super) async fn look(tx: &Tx<'_>, leases: &[Lease], owner: i64, now: i64) -> Result<Self> {
         Self::read_with(tx, leases, owner, now, false).await
     }
@@ -141,7 +141,7 @@ impl Held {
         self.claims.get(&token)
     }
 
-    /// Writes the claims that changed; finished ones go.
+    /// Writes the claims that changed, and deletes those that are finished.
     pub(super) async fn write(&self, tx: &Tx<'_>) -> Result<()> {
         let doing = "settling";
         let changed = self.claims.iter().filter(|(_, claim)| claim.changed);

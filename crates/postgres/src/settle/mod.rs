@@ -1,8 +1,8 @@
 //! Settling deliveries: ack, skip, retry, release, dead-letter.
 //!
-//! Calls that wait at the same time share a transaction. A settlement with an effect has one of its own, so
-//! that the effect of one handler cannot undo the acks of others, and a task of its own, so that a slow one
-//! does not hold them up.
+//! Calls that wait at the same time share a transaction. A settlement with an effect has a transaction of its own, so
+//! that the effect of one handler cannot undo the acks of others, and a task of its own, so that a slow effect does not
+//! hold the others up.
 
 mod acks;
 mod apply;
@@ -131,7 +131,7 @@ impl Postgres {
             }
         }
         let mut failed: HashMap<usize, Error> = HashMap::new();
-        // Acks of first attempts only: nothing but the room for more has changed.
+        // True if there are only plain acks of first attempts. These give consumers room, and change nothing else.
         let mut plain = alone.is_empty();
         if !together.is_empty() {
             let settlements: Vec<&Settlement> = together.iter().map(|(_, s)| *s).collect();
@@ -183,15 +183,15 @@ impl Postgres {
         }
     }
 
-    /// Applies a settlement with an effect. Effects leave half of the connections to everything else.
+    /// Applies a settlement with an effect. Effects use at most half of the connections at the same time.
     async fn settle_alone(&self, settlement: &Settlement) -> Result<()> {
         let _place = self.effects.acquire().await;
         let mut results = self.settle_together(&[settlement]).await?;
         results.pop().unwrap_or(Ok(()))
     }
 
-    /// Applies settlements: plain acks of first attempts together, then the others. Returns whether there were
-    /// none of those.
+    /// Applies settlements: first the plain acks of first attempts together, then the others. Also returns whether
+    /// there were only plain acks.
     async fn settle_or_part(&self, settlements: &[&Settlement]) -> Result<(Vec<Result<()>>, bool)> {
         let written = self.write_acks(settlements).await?;
         if written.iter().all(|written| *written) {
@@ -201,7 +201,7 @@ impl Postgres {
         let rest: Vec<&Settlement> = rest.filter(|(_, w)| !**w).map(|(s, _)| *s).collect();
         let mut results = match self.settle_rest(&rest).await {
             Ok(results) => results.into_iter(),
-            // The acks are written.
+            // The plain acks are written, so only the others get the error.
             Err(error) if rest.len() < settlements.len() => {
                 let results: Vec<_> = rest.iter().map(|_| Err(error.clone())).collect();
                 results.into_iter()
@@ -217,7 +217,7 @@ impl Postgres {
         Ok((written.into_iter().map(answer).collect(), false))
     }
 
-    /// Applies settlements in one transaction. If one of them cannot be applied the others are, in smaller
+    /// Applies settlements in one transaction. If one of them cannot be applied, the others are applied in smaller
     /// transactions.
     async fn settle_rest(&self, settlements: &[&Settlement]) -> Result<Vec<Result<()>>> {
         let mut results = Vec::with_capacity(settlements.len());
@@ -230,7 +230,7 @@ impl Postgres {
                     parts.extend([rest, first]);
                 }
                 Err(error) if part.len() == settlements.len() => return Err(error),
-                // Others were applied.
+                // Other parts may have been applied, so only this part gets the error.
                 Err(error) => results.extend(part.iter().map(|_| Err(error.clone()))),
             }
         }
@@ -244,7 +244,7 @@ impl Postgres {
             .flat_map(|s| s.follow_ups.iter().map(|e| e.type_arc().clone()))
             .collect();
         if !types.is_empty() {
-            // Outside of the transaction, so that new types are known for good.
+            // Outside of the transaction, so that new types are not rolled back with it.
             let conn = self.pool.get().await?;
             self.types.intern(&*conn, &types, true).await?;
         }

@@ -1,4 +1,4 @@
--- AUDIT TRAIL. Append-only; only retention may take from the beginning, and leaves an anchor.
+-- AUDIT TRAIL. Append-only: only retention may remove records, from the beginning, and leaves an anchor.
 CREATE TABLE everbus.audit_log (
   seq            bigint PRIMARY KEY,            -- from 1, without gaps
   at             bigint NOT NULL,               -- microseconds
@@ -23,8 +23,8 @@ CREATE TABLE everbus.audit_anchor (
   hash     bytea  NOT NULL,
   at       bigint NOT NULL
 );
--- The end of the chain, kept apart from the records: verification notices records that were cut off. Its
--- row is also the lock of those who write.
+-- The end of the chain, kept apart from the records, so that verification notices records that were cut off. Writers
+-- lock its row.
 CREATE TABLE everbus.audit_head (
   only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
   seq      bigint NOT NULL,

@@ -8,15 +8,15 @@ CREATE TABLE everbus.types (
   name text COLLATE "C" NOT NULL UNIQUE
 );
 
--- Numbers are given in the order of the calls, not of the commits: see everbus.horizon. A cache would
--- give blocks of numbers to connections.
+-- Numbers are given in the order of the calls, not of the commits: see everbus.horizon. A larger cache would
+-- give each connection a block of numbers.
 CREATE SEQUENCE everbus.log_seq AS bigint CACHE 1;
 
 CREATE TABLE everbus.log (
   seq         bigint PRIMARY KEY DEFAULT nextval('everbus.log_seq'),
   received_at bigint NOT NULL,
   occurred_at bigint NOT NULL,
-  expires_at  bigint,                          -- the event says itself until when it is wanted
+  expires_at  bigint,                          -- given by the publisher
   type        integer NOT NULL,                -- everbus.types.id
   version     bigint NOT NULL,
   checksum    integer,                         -- CRC-32; see checksum.rs
@@ -25,15 +25,16 @@ CREATE TABLE everbus.log (
   app         text COLLATE "C",
   entity_type text COLLATE "C",
   entity_id   text COLLATE "C",
-  address     text COLLATE "C",                -- the one group that it is for
+  address     text COLLATE "C",                -- the one group that gets the event; NULL: all groups
   attrs       text,                            -- JSON of all optional attributes
   payload     bytea NOT NULL
 );
 -- Attributes may be longer than an entry of an index, so indexes have their hashes.
 CREATE UNIQUE INDEX log_id ON everbus.log (id, hashtextextended(tenant, 0));
--- Payloads are often compressed, encrypted or small. Attributes are read with every row.
+-- The server does not compress payloads: they are often compressed, encrypted or small. Attributes are read with
+-- every row.
 ALTER TABLE everbus.log ALTER COLUMN payload SET STORAGE EXTERNAL;
--- The log only grows at its end. Without inserts, only retention makes work for vacuum.
+-- The log only grows at its end. Apart from inserts, only retention makes work for vacuum.
 ALTER TABLE everbus.log SET (autovacuum_vacuum_insert_scale_factor = 0.1, autovacuum_analyze_scale_factor = 0.05);
 
 CREATE TABLE everbus.groups (
@@ -45,7 +46,7 @@ CREATE TABLE everbus.groups (
   dropped_to  bigint NOT NULL DEFAULT 0,       -- skips beyond the cursor go up to here
   created_at  bigint NOT NULL,
   active_at   bigint NOT NULL,
-  owner       bigint                           -- the owner an ephemeral group goes with; NULL: it lasts
+  owner       bigint                           -- the owner of an ephemeral group; NULL: the group is durable
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 
 CREATE TABLE everbus.subscriptions (
@@ -70,12 +71,13 @@ CREATE TABLE everbus.claims (
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
 CREATE INDEX claims_group ON everbus.claims (group_id, lo);
 
--- What is not plain progress: one row per event and group that waits, or runs on its own.
+-- Events that neither a cursor nor a claim covers: one row per event and group, for an event that waits or has a
+-- lease of its own.
 CREATE TABLE everbus.deliveries (
   group_id   bigint NOT NULL,
   seq        bigint NOT NULL,
   state      smallint NOT NULL,                -- 0 waiting, 1 leased, 3 no handler
-  due        bigint NOT NULL,                  -- state 3: when it is given up
+  due        bigint NOT NULL,                  -- when it may be handed out; state 3: when it is given up
   attempt    integer NOT NULL,                 -- attempts begun
   type       integer NOT NULL,
   key        text COLLATE "C",                 -- the ordering key, in ordered groups
@@ -86,7 +88,7 @@ CREATE TABLE everbus.deliveries (
   crashes    integer NOT NULL DEFAULT 0,
   failures   text,                             -- JSON array
   updated_at bigint NOT NULL,
-  replayed   boolean NOT NULL DEFAULT false,   -- an operator asked for it although the group was done
+  replayed   boolean NOT NULL DEFAULT false,   -- redelivered on request after the group was done with it
   PRIMARY KEY (group_id, seq)
 ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 CREATE INDEX deliveries_due ON everbus.deliveries (group_id, due, seq) WHERE state = 0;
@@ -115,8 +117,8 @@ CREATE INDEX dead_open_type  ON everbus.dead_letters (type, seq, group_id) WHERE
 CREATE INDEX dead_died       ON everbus.dead_letters (died_at);
 CREATE INDEX dead_event      ON everbus.dead_letters USING hash (event_id);
 
--- Events a group passed over on purpose, with the reason. A row beyond the cursor of its group: dropped
--- from a full stream, and the group passes it by.
+-- Events that a group skipped on purpose, with the reason. A row beyond the cursor of its group means that the group
+-- will skip the event.
 CREATE TABLE everbus.skips (
   group_id bigint NOT NULL,
   seq      bigint NOT NULL,
@@ -126,13 +128,13 @@ CREATE TABLE everbus.skips (
 );
 CREATE INDEX skips_seq ON everbus.skips (seq);
 
--- How an event ended in a group after it had failed there. One that worked at its first attempt has no
+-- How an event ended in a group after it had failed there. An event that succeeded at its first attempt has no
 -- row. Deleted with the event.
 CREATE TABLE everbus.outcomes (
   seq      bigint NOT NULL,
   group_id bigint NOT NULL,
   attempts integer NOT NULL,                   -- begun, the last included
-  failures text,                               -- JSON array; NULL is none since the retry of a dead letter
+  failures text,                               -- JSON array; NULL: no failure since a dead letter was retried
   ended_at bigint NOT NULL,
   took     bigint,                             -- microseconds, of the last attempt
   worker   text,                               -- of the last attempt
@@ -152,25 +154,25 @@ CREATE UNIQUE INDEX inbox_event ON everbus.inbox (group_id, id, hashtextextended
 CREATE SEQUENCE everbus.owner_seq AS bigint CACHE 1;
 CREATE TABLE everbus.owners (
   id         bigint PRIMARY KEY,
-  name       text NOT NULL,                    -- host and process, for people
+  name       text NOT NULL,                    -- the process, for people
   started_at bigint NOT NULL
 );
 
--- A mark of the server's run. The table is emptied when the server recovers from a crash and when a standby is
--- promoted: then numbers that were given, but not committed, are given again.
+-- Identifies a run of the server. An unlogged table is emptied when the server recovers from a crash and when a
+-- standby is promoted. After that, numbers that were given but not committed are given again.
 CREATE UNLOGGED TABLE everbus.runs (
   one  boolean PRIMARY KEY DEFAULT true,
   mark uuid NOT NULL DEFAULT gen_random_uuid()
 );
 
--- How far the log is decided: every number up to there is an event that all can see, or will never be one.
+-- How far the log is decided: every number up to there is a committed event, or will never be one.
 --
 -- A writer locks the table before it takes its first number, and holds the lock until it ends. So once all
 -- writers that held the lock when `pending` was the newest number have ended, everything up to `pending` is
 -- decided. Committed events that follow `known` without a gap are decided anyway.
 --
--- What was known of another run of the server says nothing: numbers may have been given back, and prepared
--- transactions have other names.
+-- What was known in another run of the server is forgotten: numbers may be given again, and prepared transactions
+-- have other names.
 CREATE FUNCTION everbus.horizon(
   known bigint, pending bigint, holders text[], server text,
   OUT decided bigint, OUT newest bigint, OUT now_pending bigint, OUT now_holders text[], OUT now_server text
@@ -229,7 +231,7 @@ END
 $$;
 
 -- The first event received at this time or later; NULL if there is none. Times of receipt grow with the
--- numbers, but for writers at the same moment, so the place is found by halving.
+-- numbers, except between concurrent writers, so the place is found by binary search.
 CREATE FUNCTION everbus.seq_at(wanted bigint) RETURNS bigint LANGUAGE plpgsql STABLE AS $$
 DECLARE
   low bigint;
@@ -255,7 +257,7 @@ BEGIN
 END
 $$;
 
--- A payload as text; hexadecimal if it is none.
+-- A payload as text; hexadecimal if it is not UTF-8.
 CREATE FUNCTION everbus.as_text(payload bytea) RETURNS text LANGUAGE plpgsql IMMUTABLE STRICT AS $$
 BEGIN
   RETURN convert_from(payload, 'UTF8');
@@ -264,8 +266,8 @@ EXCEPTION WHEN OTHERS THEN
 END
 $$;
 
--- Locks a group, and returns it as it is after the wait: the second statement sees what the holder of the
--- lock before has committed. No row if there is no such group.
+-- Locks a group, and returns it as it is after the wait: the second statement sees what the previous holder of
+-- the lock has committed. Returns no row if there is no such group.
 CREATE FUNCTION everbus.lock_group(wanted bigint)
 RETURNS TABLE (o_name text, o_ordered boolean, o_cursor bigint, o_dropped_to bigint,
   o_owner bigint, o_patterns text[], o_lease_end bigint, o_unhandled bigint, o_ahead boolean)
@@ -284,7 +286,7 @@ BEGIN
 END
 $$;
 
--- The number of the advisory lock that an owner holds.
+-- The key of the advisory lock that an owner holds.
 CREATE FUNCTION everbus.owner_key(owner bigint) RETURNS bigint LANGUAGE sql STABLE AS $$
   SELECT (c.relnamespace::bigint << 32) | owner FROM pg_catalog.pg_class c WHERE c.oid = 'everbus.log'::regclass
 $$;

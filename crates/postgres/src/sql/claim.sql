@@ -1,9 +1,10 @@
--- The usual ways of a delivery, each in one call that is its own transaction: new events are claimed, and acks of
+-- The usual steps of a delivery, each in one call that is its own transaction: new events are claimed, and acks of
 -- first attempts are written. Everything else (retries, events without a handler, ordered groups, leases that
 -- ended) is done by statements of the engine, in longer transactions.
 --
--- The plans are made once per connection, whatever the statistics say: every table is read through its index. What has
--- no index, such as a sequence, then seems so dear that the server would compile each execution of it, for 40 ms.
+-- Plans are made once per connection, and do not depend on statistics: every table is read through its index. With
+-- enable_seqscan off, a relation without an index, such as a sequence, has so high a cost that the server would
+-- compile each execution (JIT), which takes 40 ms. Hence jit is off too.
 --
 -- This file is applied again by each migration that changes a function, so it replaces what is there.
 
@@ -18,9 +19,9 @@
 -- not known to the engine, or other consumers handle them. eager: there are probably events for the group, so
 -- it is locked at once. Otherwise it is locked only if there are some.
 --
--- A claim need not survive a crash of the server, so that its commit does not wait for the disk: without it the
--- events are handed out again, and who holds the lease is refused. An ack that was answered does survive, and the
--- claim with it, which was written before.
+-- A claim need not survive a crash of the server, so its commit does not wait for the disk: if the claim is lost, its
+-- events are handed out again, and settlements of the old lease are refused. An ack that was answered does survive,
+-- and so does its claim, which was written before it.
 CREATE OR REPLACE FUNCTION everbus.claim_new(
   of_group bigint, at bigint, for_owner bigint, new_token bigint, lease_until bigint,
   patterns text[], ours integer[], unwanted integer[], archive boolean,
@@ -215,7 +216,8 @@ END
 $$;
 
 -- Writes acks of events in claims, and returns the claims whose acks were written. A claim is left alone if its
--- lease has ended, or if not all of its events are in flight. Tokens come in order, as everywhere.
+-- lease has ended, or if not all of these events are in flight. The tokens come in ascending order, as in all
+-- settlements, so that two settlements do not deadlock.
 CREATE OR REPLACE FUNCTION everbus.ack(tokens bigint[], groups bigint[], acked text[], at bigint, for_owner bigint)
 RETURNS bigint[] LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan

@@ -2,7 +2,7 @@
 -- first. Every column that can have a default has one, so that the inserts of the specifications work
 -- as they are written. Names begin with the schema, which a setting may change; running this again does nothing.
 
--- The text as JSON, or NULL if it is none.
+-- The text as JSON, or NULL if it is not JSON.
 CREATE OR REPLACE FUNCTION everbus.everbus_json(document text) RETURNS json
 LANGUAGE plpgsql IMMUTABLE AS $everbus$
 BEGIN
@@ -18,9 +18,9 @@ CREATE TABLE IF NOT EXISTS everbus.event_outbox (
   event_type     text        NOT NULL,
   payload        text        NOT NULL,              -- the envelope of the specification, or a raw payload
   status         text        NOT NULL DEFAULT 'pending' CHECK (status IN ('pending', 'sent', 'failed')),
-  attempts       integer     NOT NULL DEFAULT 0,    -- rejected ones
+  attempts       integer     NOT NULL DEFAULT 0,    -- attempts that the broker rejected
   created_at     timestamptz NOT NULL DEFAULT now(),
-  sent_at        timestamptz,                       -- when the broker acknowledged it; none if it was given up
+  sent_at        timestamptz,                       -- when the broker acknowledged it; NULL if it was given up
   correlation_id text,
   trace_id       text,
   last_error     text,
@@ -29,8 +29,8 @@ CREATE TABLE IF NOT EXISTS everbus.event_outbox (
   ordering_key   text,
   due            bigint      NOT NULL DEFAULT 0,    -- microseconds: not to be tried before
   revision       bigint      NOT NULL DEFAULT 0,    -- how often the event in it was changed
-  wanted_at      timestamptz,                       -- when it was made to wait again
-  failures       text,                              -- JSON: the rejections; with the last they go to the dead letter
+  wanted_at      timestamptz,                       -- when it became pending again
+  failures       text,                              -- JSON: the rejections; the last one moves them to the dead letter
   number         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY
 );
 CREATE UNIQUE INDEX IF NOT EXISTS event_outbox_id ON everbus.event_outbox (id);
@@ -40,8 +40,8 @@ CREATE INDEX IF NOT EXISTS event_outbox_waiting ON everbus.event_outbox (due) WH
 CREATE INDEX IF NOT EXISTS event_outbox_sent ON everbus.event_outbox (sent_at) WHERE status = 'sent';
 CREATE INDEX IF NOT EXISTS event_outbox_failed ON everbus.event_outbox (number) WHERE status = 'failed';
 
--- Sending an event again under the id its row had (as the specification's replay does) takes the place
--- of the old row, if that has had its turn. If the very same row still waits, there is nothing to do.
+-- An insert with the id and the event of an existing row (as the specification's replay does it) replaces that row,
+-- unless the row is still pending. If the same row is still pending, the insert does nothing.
 CREATE OR REPLACE FUNCTION everbus.event_outbox_again() RETURNS trigger
 LANGUAGE plpgsql AS $everbus$
 DECLARE
@@ -59,8 +59,8 @@ BEGIN
 END
 $everbus$;
 
--- A row whose event is changed while a relay has the old one: the relay sees that it is another. A row that
--- was sent or had failed, and is made to wait again: its event is to be handled again.
+-- A change of the event in a row gives the row a new revision, so that a relay that has the old event notices. A row
+-- that becomes pending again gets a new wanted_at: its event is to be handled again.
 CREATE OR REPLACE FUNCTION everbus.event_outbox_changed() RETURNS trigger
 LANGUAGE plpgsql AS $everbus$
 BEGIN
@@ -97,8 +97,8 @@ FOR EACH ROW WHEN (NEW.status = 'pending') EXECUTE FUNCTION everbus.event_outbox
 CREATE OR REPLACE TRIGGER event_outbox_wake AFTER INSERT ON everbus.event_outbox
 FOR EACH STATEMENT EXECUTE FUNCTION everbus.event_outbox_wake();
 
--- Rows that the relay gave up on: their events never reached a broker. One for each event, and ids are
--- unique per tenant.
+-- Rows that the relay gave up on: their events never reached a broker. One row for each event. Ids are unique per
+-- tenant.
 CREATE TABLE IF NOT EXISTS everbus.outbox_dead_letters (
   event         text        NOT NULL,           -- the UUID of the event, and @ and its tenant if it has one
   event_id      text        NOT NULL,
@@ -118,13 +118,13 @@ CREATE INDEX IF NOT EXISTS outbox_dead_letters_event ON everbus.outbox_dead_lett
 CREATE INDEX IF NOT EXISTS outbox_dead_letters_number ON everbus.outbox_dead_letters (number);
 CREATE INDEX IF NOT EXISTS outbox_dead_letters_died ON everbus.outbox_dead_letters (last_seen_at);
 
--- Who relays: one at a time.
+-- The lease of the relay: one relay at a time.
 CREATE TABLE IF NOT EXISTS everbus.outbox_relay (
   only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
   holder   text    NOT NULL,
   token    bigint  NOT NULL,
   until    bigint  NOT NULL,                    -- microseconds
-  since    bigint  NOT NULL                     -- the last row that was there when it changed hands
+  since    bigint  NOT NULL                     -- the last row of the outbox when the holder changed
 );
 
 -- The outbox with the names of the framework specification.

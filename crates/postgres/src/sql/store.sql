@@ -1,25 +1,25 @@
 -- The tables of the store. Every name begins with the schema, which a setting may change.
 
--- HISTORY. An event without a name is in none of these. Names may be longer than an entry of an index, so
--- hashes of them are indexed.
+-- HISTORY. An event is only in the indexes of the names (tenant, app, entity) that it has. Names may be longer than an
+-- entry of an index, so hashes of them are indexed.
 CREATE INDEX log_tenant ON everbus.log (hashtextextended(tenant, 0), seq) WHERE tenant <> '';
 CREATE INDEX log_tenant_type ON everbus.log (hashtextextended(tenant, 0), type, seq) WHERE tenant <> '';
 CREATE INDEX log_app ON everbus.log (hashtextextended(app, 0), seq) WHERE app IS NOT NULL;
 CREATE INDEX log_entity ON everbus.log (hashtextextended(entity_id, 0), seq) WHERE entity_id IS NOT NULL;
--- Events that say themselves until when they are wanted.
+-- Events that expire.
 CREATE INDEX log_expires ON everbus.log (expires_at, seq) WHERE expires_at IS NOT NULL;
 
--- The failed attempts of an event in a group, while another broker has it, and after. Deleted with the event.
+-- The failed attempts of an event in a group, if another broker delivers the event. Deleted with the event.
 CREATE TABLE everbus.failures (
   seq      bigint  NOT NULL,                    -- the event in the log
   group_id bigint  NOT NULL,
-  failures text    NOT NULL,                    -- JSON array, those of runs that are over first
-  past     integer NOT NULL,                    -- so many of them belong to runs that are over
+  failures text    NOT NULL,                    -- JSON array; failures of runs that are over come first
+  past     integer NOT NULL,                    -- how many of them belong to runs that are over
   PRIMARY KEY (seq, group_id)
 );
 
 -- PAYLOAD STAGES, with the columns of the specification. A stage belongs to an event by its id and tenant:
--- as a store beside a broker, a stage may come before its event. Deleted with the event.
+-- in a store beside a broker, a stage may come before its event. Deleted with the event.
 CREATE TABLE everbus.event_payloads (
   id                      bigint  GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
   event_id                uuid    NOT NULL,
@@ -48,11 +48,11 @@ CREATE TABLE everbus.checkpoints (
 );
 
 -- OBJECTS without an event: to be deleted from their store, and then from here. An object is noted before
--- it is put; the append of its event strikes the note off.
+-- it is put; the append of its event deletes the note.
 CREATE TABLE everbus.orphaned_objects (
   bucket text    COLLATE "C" NOT NULL,
   key    text    COLLATE "C" NOT NULL,
-  id     uuid    NOT NULL,                      -- the event; another tenant's may still use the object
+  id     uuid    NOT NULL,                      -- the event; an event of another tenant may still use the object
   since  bigint  NOT NULL,                      -- microseconds
   unborn boolean NOT NULL,                      -- true: the event is not there yet, false: it is gone
   PRIMARY KEY (bucket, key)
@@ -76,7 +76,7 @@ CREATE INDEX kv_expires ON everbus.kv (bucket, expires_at) WHERE expires_at IS N
 
 -- THE OUTBOX of this schema and the dead letters.
 
--- Which rows of the outbox an event came from. Ids are unique per tenant, and only an envelope says one.
+-- Which rows of the outbox an event came from. Ids are unique per tenant, and only an envelope names a tenant.
 CREATE VIEW everbus.event_outbox_origins (seq, number) AS
 SELECT l.seq, o.number FROM everbus.log l
 CROSS JOIN LATERAL (
@@ -88,9 +88,8 @@ WHERE l.tenant = coalesce(CASE
     AND o.document -> 'occurred_at' IS NOT NULL AND o.document -> 'payload' IS NOT NULL
   THEN o.document ->> 'tenant_id' END, '');
 
--- A dead letter of an event that came through the outbox of this schema: its row shows it for as long as
--- the dead letter is open, and is sent again after that. A row without a time of sending was given up by
--- the relay, and stays so.
+-- If an event came through the outbox of this schema, its row has the status failed while a dead letter of the event is
+-- open, and the status sent after that. A row without sent_at was given up by the relay, and stays failed.
 CREATE FUNCTION everbus.dead_letter_in_outbox() RETURNS trigger LANGUAGE plpgsql AS $everbus$
 DECLARE
   event bigint;
@@ -116,7 +115,7 @@ $everbus$;
 CREATE TRIGGER dead_letter_in_outbox AFTER INSERT OR DELETE OR UPDATE OF retried_at ON everbus.dead_letters
 FOR EACH ROW EXECUTE FUNCTION everbus.dead_letter_in_outbox();
 
--- A payload as text, or NULL if it is none.
+-- A payload as text, or NULL if it is not UTF-8.
 CREATE FUNCTION everbus.text_or_null(payload bytea) RETURNS text LANGUAGE plpgsql IMMUTABLE STRICT AS $everbus$
 BEGIN
   RETURN convert_from(payload, 'UTF8');
@@ -134,8 +133,8 @@ SELECT
   d.event_id,
   l.id::text,
   t.name,
-  -- The envelope of the specification. A payload that is no JSON is a text, or hexadecimal beside it. The
-  -- UUID of a foreign id depends on the source, which the envelope does not say, so it stands beside it.
+  -- The envelope of the specification. A payload that is not JSON is written as a text, or as payload_hex if it is not
+  -- UTF-8. The UUID of a foreign id depends on the source, which the envelope does not have, so it is in everbus_id.
   '{"event_id":' || to_json(d.event_id)::text || ',"occurred_at":"'
     || regexp_replace(to_char((timestamptz 'epoch' + l.occurred_at * interval '1 microsecond') AT TIME ZONE 'UTC',
          'YYYY-MM-DD"T"HH24:MI:SS.US'), '\.?0*$', '')

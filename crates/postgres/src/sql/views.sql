@@ -5,7 +5,7 @@ CREATE VIEW everbus.processed_events (event_id, consumer_name, processed_at) AS
 SELECT i.id::text, g.name, to_timestamp(i.at / 1000000.0)
 FROM everbus.groups g JOIN everbus.inbox i ON i.group_id = g.id;
 
--- The columns of the specification's table, as the unnamed group sees each event.
+-- The columns of the specification's table. The status is that of the event in the unnamed group.
 CREATE VIEW everbus.events (id, type, payload, status, retry_count, last_error, metadata, created_at, updated_at) AS
 WITH
   unnamed AS (SELECT id, cursor FROM everbus.groups WHERE name = ''),

@@ -1,4 +1,4 @@
-//! Dead letters: list, show, retry, correct, retry in bulk with a preview, purge.
+//! Dead letters over HTTP: list, show, retry, edit, bulk retry and purge with a preview.
 
 use axum::extract::{Path, State};
 use everbus::{
@@ -94,7 +94,7 @@ pub(crate) struct LetterFilter {
 }
 
 impl LetterFilter {
-    /// The filter of the store, in the bounds of the caller.
+    /// The filter for the store, limited to the tenant of the caller.
     pub(crate) fn filter(&self, caller: &Caller) -> Result<DeadLetterFilter, Problem> {
         let mut filter = DeadLetterFilter {
             group: None,
@@ -117,8 +117,8 @@ impl LetterFilter {
     }
 }
 
-/// The group that a caller means beside a dead letter. Dead letters of a tenant's events may be in groups that serve
-/// every tenant; the filter by tenant keeps the rest apart.
+/// Parses the name of the group of a dead letter. `shared:NAME` is a group that serves every tenant: events of a tenant
+/// may be dead letters there. The filter by tenant hides the events of other tenants.
 fn group_of_letter(caller: &Caller, name: &str) -> Result<GroupName, Problem> {
     match name.strip_prefix("shared:") {
         Some(shared) if caller.tenant().is_some() && !shared.starts_with('@') => {
@@ -128,7 +128,7 @@ fn group_of_letter(caller: &Caller, name: &str) -> Result<GroupName, Problem> {
     }
 }
 
-/// The name of the group of a dead letter, as [`group_of_letter`] reads it.
+/// The name of the group of a dead letter, in the form that [`group_of_letter`] parses.
 pub(crate) fn group_shown(caller: &Caller, group: &GroupName) -> Option<String> {
     match caller.group_shown(group) {
         Some(name) => Some(name),
@@ -141,13 +141,13 @@ pub(crate) fn group_shown(caller: &Caller, group: &GroupName) -> Option<String> 
 pub(crate) struct Letter {
     /// The group that gave up. `shared:NAME` is a group that serves every tenant.
     pub(crate) group: String,
-    /// The event and what went wrong, in every attempt.
+    /// The event and the error of every attempt.
     #[serde(flatten)]
     #[schemars(with = "LetterShape")]
     pub(crate) letter: Value,
 }
 
-/// What a dead letter has besides its group.
+/// The fields of a dead letter besides its group.
 #[derive(Serialize, JsonSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 struct LetterShape {
@@ -183,7 +183,7 @@ struct LettersPage {
     next: Option<String>,
 }
 
-/// One page of the dead letters that the caller may see; also what the dashboard shows.
+/// One page of the dead letters that the caller may see. The dashboard uses it too.
 pub(crate) async fn page(
     bus: &Bus,
     caller: &Caller,
@@ -362,12 +362,12 @@ async fn edit(
     }))
 }
 
-/// What a bulk operation would touch.
+/// The dead letters that a bulk operation would affect.
 #[derive(Serialize, JsonSchema)]
 struct Preview {
     /// How many open dead letters pass the filter.
     total: u64,
-    /// The counts by group, type and error; the 100 most frequent.
+    /// The counts by group, type and error: the 100 largest.
     tallies: Vec<Tally>,
 }
 
@@ -409,7 +409,7 @@ fn shown(caller: &Caller, preview: DeadLetterPreview) -> Preview {
 struct Bulk {
     /// Which ones.
     filter: LetterFilter,
-    /// How many the caller expects: `total` of a preview. Another number refuses the request.
+    /// The expected number of dead letters: `total` of a preview. The request is refused if it differs.
     #[serde(default)]
     expected: Option<u64>,
     /// At most this many per second; all at once unless given.
@@ -432,7 +432,7 @@ async fn retry_all(
     Ok(Answer(Retried { retried }))
 }
 
-/// Refuses a bulk operation that would touch another number of dead letters than its preview showed.
+/// Refuses a bulk operation if the number of dead letters differs from the preview.
 async fn as_expected(
     state: &AppState,
     filter: &DeadLetterFilter,
@@ -457,14 +457,14 @@ async fn as_expected(
 struct Purge {
     /// Which ones.
     filter: LetterFilter,
-    /// How many the caller expects: `total` of a preview. Another number refuses the request.
+    /// The expected number of dead letters: `total` of a preview. The request is refused if it differs.
     #[serde(default)]
     expected: Option<u64>,
     /// Up to and including this time; now unless given.
     #[serde(default)]
     #[schemars(with = "Option<String>")]
     until: Option<Timestamp>,
-    /// The time that is compared: `created` (when the event was received, the default) or `died`.
+    /// The time that `until` is compared with: `created` (when the event was received, the default) or `died`.
     #[serde(default)]
     by: Option<String>,
 }

@@ -1,5 +1,5 @@
-//! Reading events: the history with filters and cursors, one event with everything that is known about it, and
-//! the tree of what caused what.
+//! Reading events over HTTP: the history with filters and cursors, one event with its states and payload stages, and
+//! the tree of causes.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -23,9 +23,9 @@ use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
 
-/// A search that no index answers ends after this time, and says so.
+/// The time limit of a search without an index. The page says that the search was stopped.
 const BUDGET: Duration = Duration::from_secs(2);
-/// Events of a causal tree are looked for in this time after the event.
+/// The events of a causal tree are searched up to this time after its root.
 const TREE_SPAN: Duration = Duration::from_secs(7 * 24 * 3600);
 /// A tree has at most this many events.
 const TREE_SIZE: usize = 500;
@@ -52,7 +52,7 @@ pub(super) fn routes() -> Vec<Route> {
     ]
 }
 
-/// Filters of the history. The eight combinations of tenant, app, entity and type have an index each.
+/// Filters of the history. Eight combinations of tenant, app, entity and type have an index each.
 #[derive(Clone, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct EventsQuery {
@@ -77,11 +77,11 @@ pub(crate) struct EventsQuery {
     pub(crate) limit: Option<usize>,
     /// Where to continue: `next` of the page before.
     pub(crate) cursor: Option<String>,
-    /// Only events whose payload contains this text. No index answers it: the search ends after two seconds, and
-    /// `stopped` says so; continue with `next`.
+    /// Only events whose payload contains this text. There is no index for it: the search ends after two seconds. Then
+    /// `stopped` is true, and `next` continues the search.
     pub(crate) contains: Option<String>,
-    /// Only events with this correlation id, and the event that has it as its own id. An engine without an index for
-    /// it searches like `contains`.
+    /// Only events with this correlation id, and the event whose own id it is. An engine without an index for it
+    /// searches like `contains`.
     pub(crate) correlation_id: Option<String>,
     /// Only events caused by this event; searched like `contains`.
     pub(crate) causation_id: Option<String>,
@@ -96,15 +96,16 @@ pub(crate) struct EventsPage {
     /// The cursor of the next page, if there may be one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) next: Option<String>,
-    /// The search ended before it had looked at everything: its time was over. Continue with `next`.
+    /// The search reached its time limit before the end of the history. Continue with `next`.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(crate) stopped: bool,
-    /// How the store answered: which indexes, or a scan.
+    /// How the store found the events: with which indexes, or with a scan.
     pub(crate) plan: String,
 }
 
 impl EventsQuery {
-    /// The query of the store, in the bounds of the caller. It has the correlation id if the store has an index for it.
+    /// The query for the store, limited to the tenant of the caller. It has the correlation id only if the store has an
+    /// index for it.
     fn history(&self, bus: &Bus, caller: &Caller) -> Result<HistoryQuery, Problem> {
         let mut query = HistoryQuery::default().limit(self.limit.unwrap_or(100));
         if query.limit == 0 || query.limit > 1000 {
@@ -138,7 +139,7 @@ impl EventsQuery {
         Ok(query)
     }
 
-    /// Whether it has a filter that the query of the store does not have.
+    /// Whether there is a filter that the query for the store does not have.
     fn searches(&self, history: &HistoryQuery) -> bool {
         self.contains.is_some()
             || self.causation_id.is_some()
@@ -161,7 +162,7 @@ impl EventsQuery {
     }
 }
 
-/// Whether the bytes contain the text, whatever the case of ASCII letters.
+/// Whether the bytes contain the text. The case of ASCII letters is ignored.
 fn contains(bytes: &[u8], text: &[u8]) -> bool {
     text.is_empty()
         || bytes
@@ -169,7 +170,7 @@ fn contains(bytes: &[u8], text: &[u8]) -> bool {
             .any(|window| window.eq_ignore_ascii_case(text))
 }
 
-/// One page of events; also what the dashboard shows.
+/// One page of events. The dashboard uses it too.
 pub(crate) async fn page(
     bus: &Bus,
     caller: &Caller,
@@ -199,8 +200,8 @@ async fn found(
     })
 }
 
-/// A page of the events of a correlation, from the index. The event that everything began with is not in the index:
-/// its own id is the correlation id. It is the oldest.
+/// A page of the events with one correlation id, from the index. The root event, whose own id is the correlation id, is
+/// usually not in the index. It is added as the oldest event.
 async fn correlated(
     bus: &Bus,
     query: &EventsQuery,
@@ -218,7 +219,7 @@ async fn correlated(
         let mut page = found(bus, query, history.clone()).await?;
         match (&page.next, page.items.last()) {
             (Some(_), _) => {}
-            // A page of its own.
+            // This page is full: the root event comes on a page of its own.
             (None, Some(last)) if page.items.len() == limit => {
                 page.next = Some(history.cursor_after(last.position).to_string());
             }
@@ -241,7 +242,7 @@ async fn correlated(
     Ok(page)
 }
 
-/// The event whose own id is the correlation id, if it matches.
+/// The root event, whose own id is the correlation id. `None` if it does not match the query, or is in the index.
 async fn began(
     bus: &Bus,
     query: &EventsQuery,
@@ -262,12 +263,12 @@ async fn began(
             && others.matches(&record.event)
             && history.since.is_none_or(|since| at >= since)
             && history.until.is_none_or(|until| at <= until)
-            // One that was published with its own id as its correlation id is in the index.
+            // A root event that was published with its own id as its correlation id is in the index.
             && !history.matches(&record.event)
     }))
 }
 
-/// Reads pages until enough events match, the history ends, or the time is over.
+/// Reads pages until enough events match, the history ends, or the time limit is reached.
 async fn search(
     bus: &Bus,
     query: &EventsQuery,
@@ -322,22 +323,22 @@ struct SourceQuery {
     source: Option<String>,
 }
 
-/// Everything that is known about one event.
+/// One event with its states and payload stages.
 #[derive(Serialize, JsonSchema)]
 pub(crate) struct EventPage {
     /// The event.
     #[schemars(with = "EventShape")]
     pub(crate) event: Arc<Recorded>,
-    /// Why the large part of the payload is missing.
+    /// The error if the large part of the payload could not be loaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) payload_error: Option<String>,
     /// Its state in every group, with each failed attempt.
     #[schemars(with = "Vec<GroupStateShape>")]
     pub(crate) groups: Vec<Value>,
-    /// The same states, for the pages.
+    /// The same states, for the dashboard.
     #[serde(skip)]
     pub(crate) states: Vec<(String, GroupState)>,
-    /// What the payload looked like at each step on its way.
+    /// The payload at each processing stage.
     #[schemars(with = "Vec<serde_json::Value>")]
     pub(crate) stages: Vec<Value>,
 }
@@ -354,7 +355,7 @@ pub(crate) async fn find(
     seen.next().ok_or_else(|| no_event(id))
 }
 
-/// One event with its states and stages; also what the dashboard shows.
+/// One event with its states and stages. The dashboard uses it too.
 pub(crate) async fn one(
     bus: &Bus,
     caller: &Caller,
@@ -386,7 +387,7 @@ pub(crate) async fn one(
     })
 }
 
-/// The payload stages of an event; none on an engine that keeps none.
+/// The payload stages of an event; empty if the engine does not store them.
 async fn stages(bus: &Bus, record: &Recorded) -> Result<Vec<Value>, Problem> {
     let stages = match bus.payloads().get(EventKey::of(&record.event)).await {
         Ok(stages) => stages,
@@ -417,17 +418,17 @@ async fn show(
     Ok(Answer(page))
 }
 
-/// What caused an event, and what it caused.
+/// The causes of an event, and the events that it caused.
 #[derive(Serialize, JsonSchema)]
 pub(crate) struct Tree {
     /// The event that was asked for.
     pub(crate) id: String,
-    /// The event without a cause that everything began with, or the earliest that is still stored.
+    /// The first cause, or the earliest cause that is still stored.
     pub(crate) root: String,
     /// Every event of the tree, oldest first. `causation_id` of each names its parent.
     #[schemars(with = "Vec<EventShape>")]
     pub(crate) items: Vec<Arc<Recorded>>,
-    /// The search ended before it had looked at everything.
+    /// The search ended early: there may be more events.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub(crate) stopped: bool,
 }
@@ -442,7 +443,7 @@ async fn tree(
     Ok(Answer(tree))
 }
 
-/// The causal tree: up by the ids of causes, down by searching the events of the same correlation.
+/// Finds the causal tree: upwards by the causation ids, downwards by searching the events with the same correlation id.
 pub(crate) async fn causal_tree(
     bus: &Bus,
     caller: &Caller,
@@ -489,7 +490,7 @@ fn cause_of(record: &Recorded) -> Option<&str> {
     record.event.attributes()?.causation_id.as_deref()
 }
 
-/// The events that a root caused, directly or not. They share its correlation id and come after it.
+/// The events that a root caused, directly or indirectly. They have its correlation id and come after it.
 async fn descendants(
     bus: &Bus,
     caller: &Caller,
@@ -524,7 +525,7 @@ async fn descendants(
     Ok((below, stopped))
 }
 
-/// The error of a group that does not exist, or that belongs to another tenant.
+/// The error for a group that does not exist, or that belongs to another tenant.
 pub(super) fn no_group(name: &str) -> Problem {
     Error::new(Code::GroupNotFound, format!("there is no group {name:?}"))
         .hint("GET /v1/groups lists them")

@@ -1,4 +1,4 @@
-//! Groups: how far each is, and pausing them.
+//! Groups over HTTP: list, show, delete, pause and resume.
 
 use std::collections::BTreeMap;
 
@@ -48,27 +48,27 @@ struct Groups {
 pub(crate) struct Group {
     /// Its name.
     pub(crate) name: String,
-    /// Who paused it, when and why; left out while it runs.
+    /// Who paused it, when and why; left out if it is not paused.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<PausedShape>")]
     pub(crate) paused: Option<PausedGroup>,
-    /// Everything else.
+    /// The other fields.
     #[serde(flatten)]
     #[schemars(with = "GroupShape")]
     info: Value,
-    /// The same, for the pages.
+    /// The same information as `info`. It has the stored name, which other handlers need.
     #[serde(skip)]
     #[allow(dead_code, reason = "the pages of the dashboard read it")]
     pub(crate) group: GroupInfo,
 }
 
-/// What is known of a group.
+/// The other fields of a group.
 #[derive(Serialize, JsonSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 struct GroupShape {
     /// The patterns of its subscriptions.
     patterns: Vec<String>,
-    /// Matching events that it has not reached.
+    /// Matching events that were not delivered yet.
     behind: u64,
     /// Events delivered and not settled.
     in_flight: u64,
@@ -80,11 +80,11 @@ struct GroupShape {
     dead_letters: u64,
     /// When the oldest event that is not settled was received.
     oldest: Option<String>,
-    /// How long that event has been waiting, in milliseconds.
+    /// How long the oldest event has been waiting, in milliseconds.
     behind_ms: u64,
 }
 
-/// Who paused a group.
+/// Who paused a group, when and why.
 #[derive(Serialize, JsonSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 struct PausedShape {
@@ -93,7 +93,7 @@ struct PausedShape {
     reason: Option<String>,
 }
 
-/// The groups that the caller may see; also what the dashboard shows.
+/// The groups that the caller may see.
 pub(crate) async fn all(bus: &Bus, caller: &Caller) -> Result<Vec<Group>, Problem> {
     let groups = bus.groups().await?;
     let mut paused = paused(bus).await?;
@@ -102,7 +102,7 @@ pub(crate) async fn all(bus: &Bus, caller: &Caller) -> Result<Vec<Group>, Proble
         let mut info = serde_json::to_value(&group).unwrap_or_default();
         if let Some(fields) = info.as_object_mut() {
             fields.remove("name");
-            // Subscriptions name the group again, by its stored name.
+            // Subscriptions contain the stored name of the group, which the caller must not see.
             for subscription in fields
                 .get_mut("subscriptions")
                 .and_then(Value::as_array_mut)

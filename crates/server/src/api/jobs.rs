@@ -1,5 +1,4 @@
-//! Jobs over HTTP: submit a graph of tasks, list, look at one and at its graph now or at a past moment, add tasks,
-//! resume, cancel.
+//! Jobs over HTTP: submit, list, show, add tasks, resume, cancel, and the graph of a job now or at a past time.
 
 use axum::extract::{Path, State};
 use everbus::audit::{Action, Operator, audited};
@@ -61,10 +60,10 @@ pub(super) fn routes() -> Vec<Route> {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 struct JobRequest {
-    /// The id of the job: made from the request id, or new, unless given.
+    /// The id of the job. Without it, the id is made from the request id, or is new.
     #[serde(default)]
     job_id: Option<String>,
-    /// The id of the request. The same request twice is one job.
+    /// The id of the request. Submitting the same request twice makes one job.
     #[serde(default)]
     request_id: Option<String>,
     /// How many tasks there are; checked if given.
@@ -72,7 +71,7 @@ struct JobRequest {
     total_tasks: Option<usize>,
     /// The tasks: 1 to 10,000.
     tasks: Vec<TaskOfJob>,
-    /// Puts the id of the job and a dot before the ids of its tasks.
+    /// Whether the ids of the tasks get the id of the job and a dot as a prefix.
     #[serde(default)]
     prefix_ids: bool,
 }
@@ -110,7 +109,7 @@ fn specs(tasks: Vec<TaskOfJob>) -> Result<Vec<TaskSpec>, Problem> {
     specs.collect()
 }
 
-/// The hints of the library name options of the command line; these name fields.
+/// Replaces hints that name command line options by hints that name fields of the request.
 fn refused(error: Error) -> Problem {
     let hint = match (error.code(), error.hint_text()) {
         (Code::TaskConflict, Some(hint)) if hint.contains("--prefix-ids") => {
@@ -186,7 +185,8 @@ struct JobsQuery {
 /// A job in a list.
 #[derive(Serialize, JsonSchema)]
 struct JobItem {
-    /// By the counts: a failed job whose next task is about to start counts as failed here.
+    /// The state, derived from the counts alone: a job with a failed task is `failed` here even if another task is
+    /// about to start.
     #[schemars(with = "String")]
     state: JobState,
     #[serde(flatten)]
@@ -251,13 +251,13 @@ struct GraphQuery {
 struct JobGraph {
     /// The job.
     job_id: String,
-    /// The moment, if it is a past one.
+    /// The past time, if one was requested.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     at: Option<Timestamp>,
     /// The tasks.
     nodes: Vec<Node>,
-    /// Which task comes before which.
+    /// The dependencies between the tasks.
     edges: Vec<Edge>,
 }
 
@@ -269,17 +269,17 @@ struct Node {
     task_id: String,
     /// The name of the work.
     name: String,
-    /// 0 for a task that depends on none, else one more than the highest of those before it.
+    /// 0 for a task without dependencies, else one more than the highest layer of the tasks it depends on.
     layer: usize,
     /// `pending`, `processing`, `completed` or `failed`; null for a task that has not begun.
     #[schemars(with = "Option<String>")]
     state: Option<TaskState>,
-    /// Why it does not go on, or what it does; left out once it has completed.
+    /// Why the task waits or failed, or which worker has it; left out once it has completed.
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<String>,
 }
 
-/// One task comes before another.
+/// A dependency between two tasks.
 #[derive(Serialize, JsonSchema)]
 struct Edge {
     /// The task that must complete first.
@@ -330,7 +330,7 @@ async fn graph(
 struct AddRequest {
     /// The tasks. They may depend on each other and on tasks of the job.
     tasks: Vec<TaskOfJob>,
-    /// Puts the id of the job and a dot before the ids of the new tasks.
+    /// Whether the ids of the new tasks get the id of the job and a dot as a prefix.
     #[serde(default)]
     prefix_ids: bool,
 }
@@ -381,7 +381,8 @@ struct Resumed {
     job_id: String,
     /// The tasks that were started again.
     resumed: Vec<String>,
-    /// Failed tasks that another task must complete for first: the next resume starts them.
+    /// Failed tasks that were not started, because a task they depend on has not completed. Resume the job again after
+    /// that.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     waiting: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! The session of the dashboard: a token is given once, for a cookie.
+//! The session of the dashboard: a cookie in exchange for a token.
 
 use axum::Extension;
 use axum::extract::State;
@@ -40,12 +40,12 @@ struct Login {
 /// Who the caller is.
 #[derive(Serialize, JsonSchema)]
 struct Session {
-    /// The name of the token; `http` on an open server.
+    /// `session:NAME` or `token:NAME` with the name of the token; `http` on an open server.
     actor: String,
-    /// Its tenant; left out for a token of all tenants.
+    /// The tenant of the token; left out for a token of all tenants.
     #[serde(skip_serializing_if = "Option::is_none")]
     tenant: Option<String>,
-    /// What it allows.
+    /// The scopes of the caller.
     scopes: Vec<Scope>,
 }
 

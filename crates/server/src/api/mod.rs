@@ -23,7 +23,7 @@ use serde::Serialize;
 use crate::guard::MOST_ADDED;
 use crate::routes::Route;
 
-/// The usual answer to a publish fits into this many bytes.
+/// The initial size of a response buffer, in bytes: the usual response to a publish fits.
 const SMALL: usize = 256;
 const JSON: HeaderValue = HeaderValue::from_static("application/json");
 
@@ -47,7 +47,7 @@ pub(crate) fn routes() -> Vec<Route> {
     routes
 }
 
-/// An answer in JSON.
+/// A JSON response.
 pub(crate) struct Answer<T>(pub(crate) T);
 
 impl<T: Serialize> IntoResponse for Answer<T> {
@@ -57,7 +57,7 @@ impl<T: Serialize> IntoResponse for Answer<T> {
             Ok(()) => {
                 let mut response = Response::new(body.into());
                 let headers = response.headers_mut();
-                // With room for those that every answer gets, and for the length: growing means to allocate again.
+                // Room for all headers of the response avoids a second allocation.
                 headers.reserve(MOST_ADDED + 2);
                 headers.insert(header::CONTENT_TYPE, JSON);
                 response
@@ -70,7 +70,7 @@ impl<T: Serialize> IntoResponse for Answer<T> {
     }
 }
 
-/// A text for a query: everything but letters, digits and `-._~/` as `%XX`.
+/// Percent-encodes a text for a query: everything except letters, digits and `-._~/`.
 pub(crate) fn percent_encoded(text: &str) -> String {
     let mut encoded = String::with_capacity(text.len());
     for byte in text.bytes() {

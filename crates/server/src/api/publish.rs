@@ -30,7 +30,7 @@ use crate::timer::ConnectionTimer;
 
 /// A stream of lines is published in chunks of at most this many events.
 const CHUNK: usize = 1000;
-/// A chunk is published when its lines have this many bytes.
+/// A chunk is also published once its lines have this many bytes.
 const CHUNK_BYTES: usize = 1 << 20;
 
 const SPECVERSION: HeaderName = HeaderName::from_static("ce-specversion");
@@ -54,7 +54,7 @@ struct PublishQuery {
     /// The dialect of a JSON body: native, cloudevents, omni, workflow, outbox or framework.
     #[serde(default)]
     dialect: Option<String>,
-    /// The type beside a document that has none.
+    /// The event type, for documents that have none.
     #[serde(default, rename = "type")]
     event_type: Option<String>,
 }
@@ -74,8 +74,8 @@ enum NewEvents {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct NewEvent<'a> {
-    /// A UUID, or any text that is unique for the source. Publishing the same id again stores nothing: give one if
-    /// the request may have to be repeated.
+    /// A UUID, or any text that is unique for the source. Publishing the same id again stores nothing, so give an id if
+    /// the request may be repeated.
     #[serde(default, borrow)]
     id: Option<Cow<'a, str>>,
     /// `domain.entity.action`, such as `orders.order.placed`.
@@ -94,31 +94,31 @@ struct NewEvent<'a> {
     /// The app that it belongs to.
     #[serde(default)]
     app: Option<String>,
-    /// The tenant. A token of a tenant sets it; another one is refused.
+    /// The tenant. With a token of a tenant it is set to that tenant; another tenant is refused.
     #[serde(default)]
     tenant: Option<String>,
-    /// What it is about.
+    /// The entity that the event is about.
     #[serde(default)]
     #[schemars(with = "Option<super::shapes::EntityShape>")]
     entity: Option<Entity>,
     /// Events with the same key keep their order.
     #[serde(default)]
     key: Option<String>,
-    /// Links everything that one request caused; by default the X-Request-ID of the request.
+    /// Links all events that one request caused. Default: the X-Request-ID of the request.
     #[serde(default)]
     correlation_id: Option<String>,
     /// The event that caused it.
     #[serde(default)]
     causation_id: Option<String>,
-    /// Not delivered before this time.
+    /// The event is not delivered before this time.
     #[serde(default)]
     #[schemars(with = "Option<String>")]
     not_before: Option<Timestamp>,
-    /// Skipped if it was not handled by then.
+    /// The event is skipped if it was not handled before this time.
     #[serde(default)]
     #[schemars(with = "Option<String>")]
     expires_at: Option<Timestamp>,
-    /// Texts beside the payload.
+    /// Additional texts by key.
     #[serde(default)]
     metadata: BTreeMap<String, String>,
     /// The payload: any JSON value, kept as it is written.
@@ -170,26 +170,26 @@ impl NewEvent<'_> {
             builder = builder.meta(key, value);
         }
         if let Some(payload) = self.payload {
-            // Reading it has checked it.
+            // The parser has already checked that the payload is JSON.
             builder = builder.json(payload);
         }
         builder.build()
     }
 }
 
-/// What was stored.
+/// The result of a publish.
 #[derive(Serialize, JsonSchema)]
 struct Published {
-    /// One for each event, in their order. Left out for a stream of lines.
+    /// One item for each event, in the same order. Left out for a stream of lines.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     items: Vec<Stored>,
-    /// How many events were stored, or were there already.
+    /// How many events were stored, duplicates included.
     published: u64,
-    /// How many of these were there already.
+    /// How many of the events were stored before.
     duplicates: u64,
 }
 
-/// One event that is durable now.
+/// One stored event.
 #[derive(Serialize, JsonSchema)]
 struct Stored {
     /// Its id.
@@ -201,7 +201,7 @@ struct Stored {
     /// When it was stored.
     #[schemars(with = "String")]
     received_at: Timestamp,
-    /// It was there already; nothing was stored.
+    /// Whether the event was stored before. Then nothing was stored now.
     duplicate: bool,
 }
 
@@ -229,7 +229,7 @@ async fn publish(
         &*kind,
         "application/x-ndjson" | "application/ndjson" | "application/jsonl"
     ) {
-        // A compressed body is bounded, so it is read as a whole.
+        // A compressed body is limited in size, so it is read as a whole.
         let body = match headers.contains_key(header::CONTENT_ENCODING) {
             true => Body::from(body::read(body, &parts, limits).await?),
             false => body,
@@ -261,7 +261,7 @@ async fn publish(
     Ok((StatusCode::CREATED, Answer(published)).into_response())
 }
 
-/// The events of a body.
+/// Parses the events of a body.
 fn read(
     body: &[u8],
     headers: &HeaderMap,
@@ -308,12 +308,12 @@ fn read(
     }
 }
 
-/// An event as the API writes it.
+/// Parses an event in the native format.
 fn native(text: &[u8]) -> Result<Event, Problem> {
     Ok(from_json::<NewEvent<'_>>(text)?.into_event()?)
 }
 
-/// A list of them.
+/// Parses a list of events in the native format.
 fn natives(body: &[u8]) -> Result<Vec<Event>, Problem> {
     if let Ok(all) = serde_json::from_slice::<Vec<NewEvent<'_>>>(body) {
         let events = all.into_iter().enumerate();
@@ -321,7 +321,7 @@ fn natives(body: &[u8]) -> Result<Vec<Event>, Problem> {
             .map(|(index, one)| one.into_event().map_err(|e| Problem::from(e).at(index)))
             .collect();
     }
-    // Read again one by one: the answer names the element that is wrong.
+    // The elements are parsed again one by one, so that the error names the wrong element.
     each(body, |one| native(one.get().as_bytes()))
 }
 
@@ -337,7 +337,7 @@ fn document(one: &RawValue, dialect: Dialect, event_type: Option<&str>) -> Resul
     )?)
 }
 
-/// The elements of a list, each read by `read`; an error names the element.
+/// Parses each element of a list with `read`. An error names the element.
 fn each(
     body: &[u8],
     read: impl Fn(&RawValue) -> Result<Event, Problem>,
@@ -364,10 +364,10 @@ fn cloud_headers(headers: &HeaderMap) -> Result<cloudevents::Headers, Problem> {
         .collect()
 }
 
-/// Refuses what only the bus itself may publish, and gives an event the tenant of the caller. An event of another
+/// Checks whether the caller may publish an event, and sets its tenant to the tenant of the caller. An event of another
 /// tenant is refused, not changed.
 fn accepted(caller: &Caller, index: usize, event: Event) -> Result<Event, Problem> {
-    // The bus lets copies of its own events through, for replays. A client makes none.
+    // The bus accepts `system.` events, because replays publish copies of them. A client may not publish any.
     if event.event_type().starts_with("system.") {
         let what = "types that begin with system. are those of the bus itself";
         let problem = Problem::new(StatusCode::BAD_REQUEST, "InvalidType", what);
@@ -376,7 +376,7 @@ fn accepted(caller: &Caller, index: usize, event: Event) -> Result<Event, Proble
     let Some(tenant) = caller.tenant() else {
         return Ok(event);
     };
-    // The object may hold the payload of another tenant.
+    // The object could contain the payload of another tenant.
     if event.metadata().contains_key(MOVED) {
         let what = "a token of a tenant cannot publish a reference to a stored object";
         return Err(Problem::forbidden(what).at(index));
@@ -404,8 +404,8 @@ fn with_tenant(event: &Event, tenant: &str) -> Result<Event, Error> {
     builder.build()
 }
 
-/// Publishes a stream of lines, chunk by chunk, as they arrive. Every line before a bad one is published, no line
-/// after it.
+/// Publishes a stream of lines, chunk by chunk, as they arrive. All lines before the first bad one are published, and
+/// no line after it.
 async fn lines(
     state: &AppState,
     caller: &Caller,
@@ -465,7 +465,7 @@ async fn lines(
     }
 }
 
-/// Stores the events of a chunk, each with the number of its line. If one of them is refused, those before it are
+/// Stores the events of a chunk. Each has the index of its line. If an event is refused, the events before it are
 /// stored.
 async fn store(
     bus: &everbus::Bus,
@@ -500,7 +500,7 @@ struct Lines {
     stream: BodyDataStream,
     timer: ConnectionTimer,
     buffer: BytesMut,
-    /// So many bytes of the buffer have no end of a line.
+    /// The first bytes of the buffer, up to this index, contain no newline.
     searched: usize,
     most: usize,
     patience: Duration,
@@ -508,7 +508,8 @@ struct Lines {
 }
 
 impl Lines {
-    /// The lines that have arrived, at least one unless the body has ended; and what is wrong with the rest.
+    /// Returns the lines that have arrived: at least one, unless the body has ended or failed. Also returns the error
+    /// of the rest of the body, if there is one.
     async fn chunk(&mut self) -> (Vec<Bytes>, Option<Problem>) {
         let (mut lines, mut bytes) = (Vec::new(), 0);
         loop {
@@ -534,7 +535,7 @@ impl Lines {
                 let deadline = Instant::now() + self.patience;
                 self.timer.before(deadline, self.stream.next()).await
             } else {
-                // What is there is published before more is waited for.
+                // Complete lines are published before this waits for more.
                 at_hand(&mut self.stream).await
             };
             match next {
@@ -561,8 +562,8 @@ impl Lines {
     }
 }
 
-/// The next piece of a body if it has arrived. The connection reads it only after it was asked for, so it is asked
-/// for twice.
+/// The next piece of a body, if it has arrived. The connection reads only on request, so this polls, yields, and polls
+/// again.
 async fn at_hand(stream: &mut BodyDataStream) -> Option<Option<Result<Bytes, axum::Error>>> {
     if let Some(next) = stream.next().now_or_never() {
         return Some(next);
@@ -571,12 +572,12 @@ async fn at_hand(stream: &mut BodyDataStream) -> Option<Option<Result<Bytes, axu
     stream.next().now_or_never()
 }
 
-/// An id as a client writes it: a UUID, or a foreign id with its source.
+/// Parses an id from a client: a UUID, or a foreign id with its source.
 pub(crate) fn event_id(text: &str, source: Option<&str>) -> EventId {
     EventId::from_foreign(source.unwrap_or_default(), text)
 }
 
-/// The error of an event that does not exist, or that the caller may not see: the two look the same.
+/// The error for an event that does not exist, or that the caller may not see. Both get the same error.
 pub(super) fn no_event(id: &str) -> Problem {
     Error::new(Code::NotFound, format!("there is no event {id:?}"))
         .hint("an id that is not a UUID also needs ?source=, the source it was published with")

@@ -1,8 +1,8 @@
 //! Consumers over HTTP: a client fetches events under leases, settles each, and extends a lease while it works.
 //!
-//! A lease is an opaque text that the server signs: a client can neither make one up nor use it for another group.
-//! PostgreSQL keeps leases in the database, so that any server settles them. The other engines keep them in the
-//! process that fetched: there a client settles at the server that it fetched from.
+//! A lease is an opaque text that the server signs: a client can neither forge one nor use it for another group.
+//! PostgreSQL keeps leases in the database, so that any server can settle them. The other engines keep leases in the
+//! process that fetched: a client must settle at the server that it fetched from.
 
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -26,18 +26,18 @@ use super::events::no_group;
 use super::shapes::EventShape;
 use crate::auth::{Caller, Scope, TOKENS_BUCKET, check_new_group, tenant_of_group};
 use crate::body::Input;
-use crate::consumers::OTHER_TENANT;
+use crate::consumers::{OTHER_TENANT, group_of};
 use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
 
-/// A client that gives no lease gets this one.
+/// The length of a lease, unless the client or the configuration file sets another.
 const LEASE: Duration = Duration::from_secs(30);
 const LONGEST_LEASE: Duration = Duration::from_secs(12 * 3600);
-/// A long poll ends after this time.
+/// The longest wait of a long poll.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 const MOST_EVENTS: usize = 1000;
-/// The name of the handler in the record of a failure.
+/// The name of the handler in recorded failures.
 const HANDLER: &str = "pull";
 const KEY: &str = "lease-key";
 
@@ -62,39 +62,40 @@ pub(super) fn routes() -> Vec<Route> {
 #[derive(Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct FetchRequest {
-    /// Makes the group, or adds to its subscriptions: the patterns of the events it gets.
+    /// The patterns of the events that the group gets. Creates the group, or adds the patterns to its subscriptions.
     pub(crate) patterns: Vec<String>,
     /// Where a new group begins: `new` (the default) or `first`.
     pub(crate) start_from: Option<String>,
-    /// For a new group: events with the same key one after another.
+    /// For a new group: whether events with the same key are delivered one after another.
     pub(crate) ordered: bool,
-    /// At most this many; 1 unless given.
+    /// At most this many events; 1 unless given.
     pub(crate) max: Option<usize>,
-    /// How long to wait for the first event; 0 unless given, 60000 at most.
+    /// How long to wait for the first event, in milliseconds; 0 unless given, 60000 at most.
     pub(crate) wait_ms: u64,
-    /// How long the client has the events; 30000 unless given. Then they go to another client.
+    /// How long the client holds the events, in milliseconds; 30000 unless given or configured. Then they go to another
+    /// client.
     pub(crate) lease_ms: Option<u64>,
 }
 
 #[derive(Serialize, JsonSchema)]
 struct Fetched {
-    /// The events, oldest first. Empty if none came in time.
+    /// The events, oldest first. Empty if no event came in time.
     items: Vec<Item>,
 }
 
 /// An event under a lease.
 #[derive(Serialize, JsonSchema)]
 pub(crate) struct Item {
-    /// The right to settle it.
+    /// The lease: needed to settle the event.
     pub(crate) lease: String,
-    /// From 1.
+    /// The number of the attempt, from 1.
     pub(crate) attempt: u32,
     /// The event.
     #[schemars(with = "EventShape")]
     pub(crate) event: Arc<Recorded>,
 }
 
-/// What a lease says, signed by the server.
+/// The content of a lease. The server signs it.
 #[derive(Serialize, Deserialize)]
 struct Ticket {
     group: String,
@@ -103,7 +104,7 @@ struct Ticket {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     text: Option<String>,
     attempt: u32,
-    /// The process that fetched.
+    /// The process that fetched the event.
     server: String,
 }
 
@@ -117,7 +118,7 @@ async fn fetch(
     Ok(Answer(Fetched { items }))
 }
 
-/// Fetches events of a group for a caller; also what the WebSocket does.
+/// Fetches events of a group for a caller. The WebSocket uses it too.
 pub(crate) async fn fetch_for(
     state: &AppState,
     caller: &Caller,
@@ -134,7 +135,7 @@ pub(crate) async fn fetch_for(
         check_new_group(caller, name)?;
         declare(bus, &group, request).await?
     };
-    // Before anything is taken: an error must not leave events under a lease that the client does not have.
+    // The key is read before events are taken: after an error here, events would stay under leases that no client has.
     let key = signing_key(bus).await?;
     let options = Fetch {
         handled,
@@ -146,7 +147,7 @@ pub(crate) async fn fetch_for(
     };
     let deliveries = tokio::select! {
         fetched = take(bus, &group, &options) => fetched?,
-        // The server ends: the client asks another one.
+        // The server stops: the client gets no events, and asks another server.
         () = state.stopping() => Vec::new(),
     };
     let mut items = Vec::with_capacity(deliveries.len());
@@ -158,7 +159,7 @@ pub(crate) async fn fetch_for(
                 attempt: delivery.attempt,
                 event,
             }),
-            // The others are not to blame for one whose large part cannot be had.
+            // An event whose large part cannot be loaded fails alone. The other events are delivered.
             Err(error) => {
                 let why = error.to_string();
                 let verdict = after_failure(&options.policy, delivery.attempt, None, why);
@@ -167,14 +168,14 @@ pub(crate) async fn fetch_for(
         }
     }
     if !refused.is_empty() {
-        // What cannot be settled comes again when its lease ends.
+        // If this fails, the events are delivered again when their leases expire.
         let _ = bus.engine().broker.settle(refused).await;
     }
     Ok(items)
 }
 
-/// The patterns of a group that exists. Looking at all groups counts their backlogs, so that what is known of a
-/// moment ago is used first.
+/// The patterns of an existing group; `None` if there is no such group. Inspecting all groups counts their backlogs,
+/// which is slow, so the cached figures are used first.
 async fn patterns_of(state: &AppState, group: &GroupName) -> Result<Option<Vec<Pattern>>, Error> {
     let of = |groups: &[everbus::GroupInfo]| {
         let known = groups.iter().find(|known| known.name == *group)?;
@@ -183,7 +184,7 @@ async fn patterns_of(state: &AppState, group: &GroupName) -> Result<Option<Vec<P
     };
     match of(&state.live().figures().groups().await?) {
         Some(patterns) => Ok(Some(patterns)),
-        // It may be new.
+        // The group may be newer than the cached figures.
         None => Ok(of(&state.bus().engine().broker.inspect().await?)),
     }
 }
@@ -197,8 +198,8 @@ struct Fetch {
     tenant: Option<String>,
 }
 
-/// Takes deliveries for a client. Events of other tenants are skipped, and events without an attempt left go to the
-/// dead letters; neither reaches the client.
+/// Takes deliveries for a client. Skips events of other tenants, and dead-letters events without attempts left: the
+/// client gets neither.
 async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Delivery>, Error> {
     if bus
         .paused_groups()
@@ -213,7 +214,8 @@ async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Deliv
         .prefetch(options.max)
         .lease(options.lease);
     let mut consumer = broker.consume(group.clone(), consume).await?;
-    // A consumer needs a moment to claim even what is there already. Events of other tenants do not prolong the wait.
+    // A consumer needs a moment to claim events, even if events are there. Events of other tenants do not extend the
+    // wait.
     let until = tokio::time::Instant::now() + options.wait.max(FIRST_LOOK);
     let mut taken = Vec::new();
     loop {
@@ -239,7 +241,7 @@ async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Deliv
             break;
         }
     }
-    // What was taken is the client's, however the consumer ends.
+    // If events were taken, an error of the close is ignored: the client must get the events.
     if let Err(error) = consumer.close().await
         && taken.is_empty()
     {
@@ -248,10 +250,10 @@ async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Deliv
     Ok(taken)
 }
 
-/// How long a fetch without a wait looks.
+/// How long a fetch with a shorter wait, or none, looks for events.
 const FIRST_LOOK: Duration = Duration::from_millis(100);
 
-/// What becomes of a delivery that the client does not get.
+/// The verdict for a delivery that the client must not get; `None` if the client gets it.
 fn refusal(delivery: &Delivery, options: &Fetch) -> Option<Verdict> {
     let event = &delivery.record.event;
     if let Some(tenant) = &options.tenant
@@ -263,7 +265,7 @@ fn refusal(delivery: &Delivery, options: &Fetch) -> Option<Verdict> {
     (delivery.attempt > options.policy.max_attempts()).then_some(Verdict::Dead { failure: None })
 }
 
-/// Makes the group or adds to it. Returns the patterns of all its subscriptions.
+/// Creates the group, or adds subscriptions to it. Returns the patterns of all its subscriptions.
 async fn declare(
     bus: &Bus,
     group: &GroupName,
@@ -291,20 +293,11 @@ async fn declare(
     Ok(all.into_iter().map(|s| s.pattern).collect())
 }
 
-/// The settings of a group that the configuration file declares.
+/// The settings of a pull consumer in the configuration file for this group.
 fn configured<'a>(state: &'a AppState, group: &GroupName) -> Option<&'a everbus::config::Consumer> {
     let consumers = &state.config()?.consumers;
-    let tenant = tenant_of_group(group);
     consumers.iter().find(|consumer| {
-        let same = match &tenant {
-            Some(tenant) => {
-                consumer.tenant.as_ref() == Some(tenant)
-                    && group
-                        .as_str()
-                        .ends_with(&format!("/{}", consumer.group.as_str()))
-            }
-            None => consumer.tenant.is_none() && consumer.group == *group,
-        };
+        let same = group_of(consumer).is_ok_and(|name| name == *group);
         same && matches!(consumer.delivery, Some(ConfiguredDelivery::Pull(_)))
     })
 }
@@ -332,7 +325,7 @@ fn lease(state: &AppState, group: &GroupName, asked: Option<u64>) -> Result<Dura
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct SettleRequest {
-    /// One for each event.
+    /// One item for each event.
     items: Vec<SettleItem>,
 }
 
@@ -343,15 +336,16 @@ pub(crate) struct SettleItem {
     pub(crate) lease: String,
     /// `ack`, `retry`, `dead`, `skip` or `release`.
     pub(crate) verdict: String,
-    /// Why, for retry, dead and skip.
+    /// The reason, for retry, dead and skip.
     #[serde(default)]
     pub(crate) error: Option<String>,
-    /// For retry and release: not before this many milliseconds. A retry waits by the policy unless given.
+    /// For retry and release: the delay in milliseconds. Without it a retry waits as the policy says, and a release
+    /// does not wait.
     #[serde(default)]
     pub(crate) after_ms: Option<u64>,
 }
 
-/// One answer for each lease, in their order.
+/// One result for each lease, in the same order.
 #[derive(Serialize, JsonSchema)]
 struct Settled {
     items: Vec<SettledItem>,
@@ -359,12 +353,12 @@ struct Settled {
 
 #[derive(Serialize, JsonSchema)]
 struct SettledItem {
-    /// Whether it was applied.
+    /// Whether the request was applied to the event.
     ok: bool,
-    /// Why not: `LeaseLost` means that the lease had ended and another client has the event.
+    /// The error code. `LeaseLost`: the lease had expired, and another client may have the event.
     #[serde(skip_serializing_if = "Option::is_none")]
     code: Option<&'static str>,
-    /// What to do about it.
+    /// What to do about the error.
     #[serde(skip_serializing_if = "Option::is_none")]
     hint: Option<String>,
 }
@@ -394,7 +388,7 @@ async fn settle(
     Ok(Answer(Settled::of(answers)))
 }
 
-/// Settles fetched events for a caller; also what the WebSocket does.
+/// Settles fetched events for a caller. The WebSocket uses it too.
 pub(crate) async fn settle_for(
     state: &AppState,
     caller: &Caller,
@@ -416,7 +410,7 @@ pub(crate) async fn settle_for(
     Ok(explained(answers, &foreign))
 }
 
-/// Says of a lost lease that another process gave it.
+/// Adds a hint to the error of a lost lease that another process had given.
 fn explained(answers: Vec<Result<(), Error>>, foreign: &[bool]) -> Vec<Result<(), Error>> {
     let answers = answers.into_iter().zip(foreign);
     answers
@@ -430,7 +424,7 @@ fn explained(answers: Vec<Result<(), Error>>, foreign: &[bool]) -> Vec<Result<()
         .collect()
 }
 
-/// Extends leases for a caller; also what the WebSocket does.
+/// Extends leases for a caller. The WebSocket uses it too.
 pub(crate) async fn extend_for(
     state: &AppState,
     caller: &Caller,
@@ -479,7 +473,7 @@ fn verdict(item: &SettleItem, attempt: u32, policy: &RetryPolicy) -> Result<Verd
     })
 }
 
-/// Another attempt by the policy, or the end.
+/// The verdict after a failure: a retry if the policy has attempts left, else a dead letter.
 fn after_failure(
     policy: &RetryPolicy,
     attempt: u32,
@@ -517,7 +511,7 @@ fn failure(attempt: u32, kind: FailureKind, error: String) -> Failure {
 struct ExtendRequest {
     /// The leases.
     leases: Vec<String>,
-    /// Each ends this many milliseconds from now.
+    /// Each lease then ends this many milliseconds from now.
     by_ms: u64,
 }
 
@@ -533,7 +527,7 @@ async fn extend(
     Ok(Answer(Settled::of(answers)))
 }
 
-/// The key that signs leases. It is made once for a store, so that every server reads the leases of the others.
+/// The key that signs leases. It is created once per store, so that every server accepts the leases of the others.
 async fn signing_key(bus: &Bus) -> Result<hmac::Key, Problem> {
     let kv = bus.kv(TOKENS_BUCKET)?;
     let bytes = match kv.get(KEY).await? {
@@ -564,7 +558,7 @@ fn ticket(key: &hmac::Key, group: &GroupName, delivery: &Delivery) -> String {
         attempt: delivery.attempt,
         server: PROCESS.to_string(),
     };
-    // Numbers and texts: serialising them cannot fail.
+    // The ticket has only numbers and texts: serialising it cannot fail.
     let body = serde_json::to_vec(&ticket).unwrap_or_default();
     let tag = hmac::sign(key, &body);
     format!(
@@ -574,14 +568,14 @@ fn ticket(key: &hmac::Key, group: &GroupName, delivery: &Delivery) -> String {
     )
 }
 
-/// Names this process in the leases that it gives.
+/// The id of this process in the leases that it gives.
 static PROCESS: LazyLock<EventId> = LazyLock::new(EventId::new);
 
-/// What a client gave.
+/// A lease that a client sent.
 struct Given {
     lease: Lease,
     attempt: u32,
-    /// Another process fetched the event.
+    /// Whether another process fetched the event.
     foreign: bool,
 }
 

@@ -1,7 +1,7 @@
-//! Replays: past events once more, for one group or as copies for all, with a preview and progress.
+//! Replays over HTTP: delivers past events again, to one group or as copies to all groups, with a preview and progress.
 //!
-//! A replay runs in the server under a name. Its checkpoint is in the store, so that a replay that a restart cut off is
-//! listed, and continues when it is asked for again.
+//! A replay runs in the server and has a name. Its checkpoint is in the store. So after a restart of the server an
+//! unfinished replay is still listed, and the same request continues it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
 
-/// Finished replays are listed until this many others have finished.
+/// Finished replays stay in the list until there are this many. Then the next start removes them all.
 const KEPT: usize = 100;
 
 pub(super) fn routes() -> Vec<Route> {
@@ -46,11 +46,11 @@ pub(super) fn routes() -> Vec<Route> {
     ]
 }
 
-/// Which events, and for whom.
+/// The events to replay, and their target.
 #[derive(Clone, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 struct ReplayRequest {
-    /// The name of the run, with which it is listed and continued; made up unless given.
+    /// The name of the replay, for listing and continuing it. A new name is made unless given.
     name: Option<String>,
     /// The group that gets the events again. Without one, copies are published for every group.
     group: Option<String>,
@@ -73,7 +73,7 @@ struct ReplayRequest {
     app: Option<String>,
     /// At most this many events per second.
     rate: Option<f64>,
-    /// Only says what would happen.
+    /// Whether to return only a preview.
     dry_run: bool,
 }
 
@@ -108,7 +108,7 @@ impl ReplayRequest {
     }
 }
 
-/// The replays that this server has begun.
+/// The replays that this server has started.
 #[derive(Default)]
 pub(crate) struct RunningReplays {
     all: Mutex<BTreeMap<String, Arc<Running>>>,
@@ -133,11 +133,11 @@ struct Shown {
     name: String,
     /// `running`, `complete`, `stopped` or `failed`.
     state: &'static str,
-    /// How far it is.
+    /// The progress.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<Value>")]
     progress: Option<Value>,
-    /// Its result, once it has ended here.
+    /// The result, once the replay has ended in this server.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<Value>")]
     report: Option<ReplayReport>,
@@ -165,7 +165,7 @@ impl Shown {
         }
     }
 
-    /// A run that this server does not run: another process does, or none.
+    /// A replay that another process runs, or that no process runs.
     fn saved(run: &ReplayRun) -> Self {
         Self {
             name: run.name.clone(),
@@ -177,7 +177,7 @@ impl Shown {
     }
 }
 
-/// The name of a run as the store has it: names belong to the tenant, as those of groups do.
+/// The name of a replay in the store. It has the tenant as a prefix, like the names of groups.
 fn stored_name(caller: &Caller, name: &str) -> Result<String, Problem> {
     match caller.tenant() {
         Some(_) => Ok(caller.group(name)?.as_str().to_owned()),
@@ -285,12 +285,12 @@ async fn start(
         };
         *done.outcome.lock() = Some(report.map_err(Problem::from));
     };
-    // It goes on when the client has gone; the audit trail has the caller's name.
+    // The replay continues when the client disconnects. The audit trail has the name of the caller.
     tokio::spawn(everbus::audit::with_operator(Operator::current(), work));
     Ok(Answer(json!(Shown::running(&name, &running))))
 }
 
-/// Registers a run. A name that is running here is refused.
+/// Registers a replay. Refuses a name that is running in this server.
 fn begin(state: &AppState, stored: &str, running: &Arc<Running>) -> Result<(), Problem> {
     let mut all = state.replays().all.lock();
     let is_running = |run: &Arc<Running>| run.outcome.lock().is_none();
@@ -316,7 +316,7 @@ fn begin(state: &AppState, stored: &str, running: &Arc<Running>) -> Result<(), P
     Ok(())
 }
 
-/// A preview names the groups that would get events; those of other tenants are left out.
+/// Removes the groups of other tenants from a preview.
 fn keep_own_groups(caller: &Caller, preview: &mut Value) {
     let Some(groups) = preview.get_mut("groups").and_then(Value::as_array_mut) else {
         return;

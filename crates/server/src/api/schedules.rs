@@ -1,4 +1,4 @@
-//! Schedules over HTTP: list, declare, pause, resume, remove. A server runs them; so does `everbus schedule run`.
+//! Schedules over HTTP: list, declare, pause, resume, remove. Servers and `everbus schedule run` run the schedules.
 
 use axum::extract::{Path, State};
 use everbus::audit::{Action, Operator, audited};
@@ -50,20 +50,21 @@ pub(super) fn routes() -> Vec<Route> {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 struct ScheduleRequest {
-    /// When: minute, hour, day of month, month, day of week.
+    /// The cron expression: minute, hour, day of month, month, day of week.
     cron: String,
     /// The time zone of the expression; UTC unless given.
     #[serde(default)]
     timezone: Option<String>,
     /// What happens at each tick.
     action: ActionRequest,
-    /// How long a run may take, in milliseconds; a minute less than the interval unless given.
+    /// How long a run may take, in milliseconds. Default: a minute less than the interval, or 90 % of an interval under
+    /// 10 minutes.
     #[serde(default)]
     timeout_ms: Option<u64>,
-    /// What happens to ticks that no process was there for.
+    /// What happens to ticks at which no scheduler ran.
     #[serde(default)]
     missed: MissedPolicy,
-    /// The tenant of what it submits or publishes. A token of a tenant has its own.
+    /// The tenant of the tasks and events. A token of a tenant can only use its own tenant.
     #[serde(default)]
     tenant: Option<String>,
 }
@@ -72,7 +73,7 @@ struct ScheduleRequest {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 enum ActionRequest {
-    /// Submits a task, unless that of the tick before still runs.
+    /// Submits a task, unless the task of an earlier tick has not ended.
     Task {
         /// The name of the work.
         name: String,
@@ -96,25 +97,25 @@ enum ActionRequest {
 #[derive(Clone, Copy, Default, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 enum MissedPolicy {
-    /// They are left out.
+    /// Missed ticks are skipped.
     #[default]
     Skip,
-    /// The newest one runs.
+    /// The newest missed tick runs.
     Once,
-    /// All of them run, the newest hundred at most.
+    /// All missed ticks run; at most the newest hundred.
     All,
 }
 
 /// A schedule.
 #[derive(Serialize, JsonSchema)]
 pub(crate) struct Schedule {
-    /// As it is stored: `name`, `cron`, `timezone`, `action`, `paused` and others.
+    /// The stored schedule: `name`, `cron`, `timezone`, `action`, `paused` and other fields.
     #[schemars(with = "Value")]
     pub(crate) schedule: StoredSchedule,
     /// When it runs next; null while it is paused.
     #[schemars(with = "Option<String>")]
     pub(crate) next: Option<Timestamp>,
-    /// Its last run: the tick, the process, when it ended, its error; null if it has not run.
+    /// The last run: its tick, process, end and error; null if it has not run.
     #[schemars(with = "Option<Value>")]
     pub(crate) last: Option<DutyState>,
 }
@@ -124,7 +125,7 @@ struct ScheduleList {
     items: Vec<Schedule>,
 }
 
-/// Whether a schedule belongs to the caller.
+/// Whether the caller may see and change a schedule.
 fn is_own(caller: &Caller, schedule: &StoredSchedule) -> bool {
     caller.sees(schedule.tenant.as_deref())
 }
@@ -143,7 +144,7 @@ async fn shown(state: &AppState, schedule: StoredSchedule) -> Result<Schedule, P
     })
 }
 
-/// The schedules of the caller; also what the dashboard shows.
+/// The schedules that the caller may see. The dashboard uses it too.
 pub(crate) async fn all(state: &AppState, caller: &Caller) -> Result<Vec<Schedule>, Problem> {
     let stored = Schedules::of(state.bus())?.list().await?;
     let mut items = Vec::new();
@@ -186,14 +187,14 @@ async fn put(
     Path(name): Path<String>,
     Input(request): Input<ScheduleRequest>,
 ) -> Result<Answer<Schedule>, Problem> {
-    // What a schedule publishes, its author publishes.
+    // A schedule publishes on behalf of the caller, so the caller needs the scope.
     if !caller.may(Scope::Publish) {
         let what = "a schedule publishes, and the token does not have the scope publish";
         return Err(Problem::forbidden(what));
     }
     let tenant = caller.tenant_filter(request.tenant)?;
     if let Some(tenant) = &tenant {
-        // A name that no event could carry is refused here, and not at each tick.
+        // A tenant name that is not allowed in events is refused here, not at each tick.
         state.jobs()?.of_tenant(tenant)?;
     }
     let action = match request.action {

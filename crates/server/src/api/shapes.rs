@@ -1,4 +1,4 @@
-//! The shapes of what the API answers, for the OpenAPI document. The values themselves are those of the library.
+//! The schemas of API responses, for the OpenAPI document. The responses themselves are values of the library.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use serde_json::Value;
 pub(crate) struct EventShape {
     /// A UUID.
     id: String,
-    /// Its place in the log: a number, or a text on an engine with several logs.
+    /// Its position in the log: a number, or a text on an engine with several logs.
     seq: Value,
     /// `domain.entity.action`.
     #[serde(rename = "type")]
@@ -30,19 +30,19 @@ pub(crate) struct EventShape {
     tenant: Option<String>,
     /// The app.
     app: Option<String>,
-    /// What it is about.
+    /// The entity that the event is about.
     entity: Option<EntityShape>,
-    /// Links everything that one request caused.
+    /// Links all events that one request caused.
     correlation_id: String,
     /// The event that caused it.
     causation_id: Option<String>,
-    /// Texts beside the payload.
+    /// Additional texts by key.
     metadata: Option<BTreeMap<String, String>>,
     /// The payload, if it is JSON.
     payload: Value,
 }
 
-/// What an event is about.
+/// The entity that an event is about.
 #[derive(Serialize, JsonSchema)]
 #[allow(dead_code, reason = "only its schema is used")]
 pub(crate) struct EntityShape {
@@ -89,7 +89,7 @@ pub(crate) struct SubmittedShape {
     request_id: String,
     /// The run, from 1.
     run: u32,
-    /// Whether this request started the run; false if the task was there already.
+    /// Whether this request started the run; false if the task existed already.
     new: bool,
     /// `pending`, `processing`, `completed` or `failed`.
     state: String,
@@ -110,7 +110,7 @@ pub(crate) struct TaskShape {
     state: Option<String>,
     /// The run, from 1; 0 before the first event.
     run: u32,
-    /// The run was cancelled.
+    /// Whether the run was cancelled.
     cancelled: Option<bool>,
     /// When the state began.
     since: Option<String>,
@@ -118,11 +118,11 @@ pub(crate) struct TaskShape {
     started_at: Option<String>,
     /// The type of the last event of this run.
     last_event_type: Option<String>,
-    /// When that event was received.
+    /// When the last event of this run was received.
     last_event_at: Option<String>,
     /// The task is locked until then, in seconds since 1970.
     effective_until: Option<u64>,
-    /// The worker that has it or had it.
+    /// The worker that runs the task, or ran it last.
     worker_id: Option<String>,
     /// The last error.
     error: Option<String>,
@@ -159,11 +159,11 @@ impl TaskCounts {
 pub(crate) struct HealthShape {
     /// The tenant.
     tenant: String,
-    /// The counts; they sum up to `totalProcessing`.
+    /// The counts by health. They sum to `totalProcessing`.
     summary: HealthSummaryShape,
     /// Each task that is being processed.
     tasks: Vec<TaskHealthShape>,
-    /// The tasks that wait for a worker for too long, the longest first.
+    /// The tasks that wait too long for a worker, the longest first.
     pending_too_long: Vec<WaitingShape>,
 }
 

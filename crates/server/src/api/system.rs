@@ -1,4 +1,4 @@
-//! Streams, the outbox, the audit trail.
+//! Streams, the outbox and the audit trail over HTTP.
 
 use axum::extract::State;
 use everbus::audit::{Action, Operator, audited};
@@ -14,7 +14,7 @@ use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
 
-/// Waiting events are counted up to this limit, so that the answer comes soon.
+/// Waiting events are counted up to this limit, so that the response is quick.
 const COUNTED: u64 = 100_000;
 
 pub(super) fn routes() -> Vec<Route> {
@@ -122,7 +122,7 @@ async fn retry_outbox(
 pub(crate) struct AuditParams {
     /// Only by this actor.
     pub(crate) actor: Option<String>,
-    /// Only this action, or with a trailing * those with this prefix.
+    /// Only this action. With a trailing `*`: all actions with this prefix.
     pub(crate) action: Option<String>,
     /// Only with this target, as TYPE:ID.
     pub(crate) entity: Option<String>,
@@ -134,7 +134,7 @@ pub(crate) struct AuditParams {
     pub(crate) until: Option<Timestamp>,
     /// `newest` (the default) or `oldest` first.
     pub(crate) order: Option<String>,
-    /// At most this many; 100 unless given.
+    /// At most this many; 100 unless given, 1000 at most.
     pub(crate) limit: Option<usize>,
     /// Where to continue: `next` of the page before.
     pub(crate) after: Option<u64>,

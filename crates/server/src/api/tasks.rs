@@ -1,4 +1,4 @@
-//! Tasks over HTTP: submit, list by state, look at one, run it again, cancel it, and the health of those that run.
+//! Tasks over HTTP: submit, list by state, show, retry, cancel, and the health of running tasks.
 
 use std::time::Duration;
 
@@ -59,11 +59,11 @@ pub(super) fn routes() -> Vec<Route> {
     ]
 }
 
-/// Whose tasks and jobs a request is about.
+/// The tenant of the tasks and jobs of a request.
 #[derive(Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Whose {
-    /// The tenant: `default` unless given. A token of a tenant has its own.
+    /// The tenant: `default` unless given. A token of a tenant can only use its own tenant.
     pub(super) tenant: Option<String>,
 }
 
@@ -71,7 +71,8 @@ pub(super) struct Whose {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "camelCase")]
 struct TaskRequest {
-    /// The id of the request. The same id twice is one task. A new one is made unless given.
+    /// The id of the request, which is the id of the task. Submitting the same id twice makes one task. A new id is
+    /// made unless given.
     #[serde(default)]
     request_id: Option<String>,
     /// The name of the work.
@@ -80,19 +81,19 @@ struct TaskRequest {
     #[serde(default)]
     #[schemars(with = "Value")]
     input: Json,
-    /// Not to be started before this time.
+    /// The task does not start before this time.
     #[serde(default)]
     #[schemars(with = "Option<String>")]
     at: Option<Timestamp>,
-    /// Not to be started before so many milliseconds have passed.
+    /// The task does not start before this many milliseconds have passed.
     #[serde(default)]
     after_ms: Option<u64>,
-    /// Runs the task again if it has ended.
+    /// Whether a task that has ended runs again.
     #[serde(default)]
     again: bool,
 }
 
-/// Refuses JSON that no reader of it could take: nested too deeply, or with numbers that do not fit.
+/// Refuses JSON that readers cannot parse: nested too deeply, or with numbers out of range.
 pub(super) fn check_input(what: &str, input: &Json) -> Result<(), Problem> {
     match input.read::<Value>() {
         Ok(_) => Ok(()),
@@ -171,7 +172,7 @@ struct TasksPage {
     /// The cursor of the next page, if there is one.
     #[serde(skip_serializing_if = "Option::is_none")]
     next: Option<String>,
-    /// How many tasks are in each state, if it was asked for.
+    /// How many tasks are in each state, if the request asked for it.
     #[serde(skip_serializing_if = "Option::is_none")]
     counts: Option<TaskCounts>,
 }
@@ -243,7 +244,7 @@ async fn history(
     };
     let page = events::page(state.bus(), &caller, &query).await?;
     if page.items.is_empty() {
-        // A task of a job that has not begun has no events; one that is unknown is not found.
+        // A task of a job that has not begun has no events. For an unknown task this returns `NotFound`.
         jobs.task_status(&id).await?;
     }
     Ok(Answer(page))
@@ -252,7 +253,7 @@ async fn history(
 #[derive(Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 struct RetryRequest {
-    /// Runs the task again also if it has completed.
+    /// Whether a completed task runs again too.
     completed: bool,
 }
 
@@ -279,7 +280,7 @@ async fn retry(
     let work = jobs.retry(&id, request.completed);
     let run = audited(state.bus().engine(), &Operator::current(), action, work).await;
     let run = run.map_err(|error| match error.code() {
-        // The hint of the library names an option of the command line.
+        // The hint of the library names a command line option: it is replaced.
         Code::TaskConflict if error.hint_text().is_some_and(|h| h.contains("--completed")) => {
             Problem::from(error).hint("\"completed\": true runs it again all the same")
         }
@@ -297,7 +298,7 @@ async fn retry(
 struct Cancelled {
     /// The task.
     request_id: String,
-    /// Whether this cancelled it; false if it had ended before.
+    /// Whether this request cancelled the task; false if it had ended before.
     cancelled: bool,
 }
 
@@ -324,13 +325,12 @@ async fn cancel(
 struct HealthQuery {
     /// The tenant: `default` unless given.
     tenant: Option<String>,
-    /// A task that runs for longer than so many milliseconds is overtime; as in the
-    /// settings unless given.
+    /// A task that runs longer than this many milliseconds is overtime. Default: the setting of the server.
     overtime_ms: Option<u64>,
-    /// The milliseconds between two heartbeats of a worker; as in the settings unless given.
+    /// The interval of heartbeats in milliseconds. Default: the setting of the server.
     heartbeat_ms: Option<u64>,
-    /// A task that waits for a worker for longer than so many milliseconds is named; as in the settings
-    /// unless given.
+    /// A task that waits for a worker longer than this many milliseconds is reported. Default: the setting of the
+    /// server.
     pending_ms: Option<u64>,
 }
 
@@ -347,7 +347,7 @@ async fn health(
         (query.pending_ms, &mut thresholds.pending),
     ] {
         if let Some(millis) = given {
-            // Longer than a year is no threshold, and would leave the range of times.
+            // A threshold of more than a year makes no sense, and could leave the range of timestamps.
             if millis == 0 || millis > 366 * 86_400_000 {
                 return Err(Problem::bad_request(
                     "a threshold is between a millisecond and a year",

@@ -55,7 +55,7 @@ async fn create(
         let token = state.tokens().create(request).await?;
         let id = token.info.id.clone();
         made = Some(token);
-        // The record has the id, never the secret.
+        // The audit record has the id, never the secret.
         Ok(id)
     };
     audited(state.bus().engine(), &Operator::current(), action, work).await?;

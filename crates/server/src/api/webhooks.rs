@@ -37,14 +37,14 @@ pub(super) fn routes() -> Vec<Route> {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct WebhookRequest {
-    /// Which events: `orders.*`.
+    /// The pattern of the event types, such as `orders.*`.
     pattern: String,
-    /// Where they go; https only.
+    /// The URL that gets the events; https only, unless the server allows private webhooks.
     url: String,
     /// The secret that signs the requests: whsec_ and base64. One is made unless given.
     #[serde(default)]
     secret: Option<String>,
-    /// The previous secret, while receivers change over: requests carry both signatures.
+    /// The previous secret, while receivers change to the new one: requests have both signatures.
     #[serde(default)]
     previous_secret: Option<String>,
     /// All attempts, the first included; 4 unless given.
@@ -139,7 +139,7 @@ async fn put(
     let secrets: Vec<String> = std::iter::once(secret.clone())
         .chain(request.previous_secret)
         .collect();
-    // Checked before it is stored.
+    // The URL and the secrets are checked before they are stored.
     Hook::new(&request.url, &secrets, state.options().private_webhooks)?;
     let declared = Declared {
         group: group.as_str().to_owned(),

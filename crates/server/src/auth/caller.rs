@@ -1,4 +1,4 @@
-//! The caller of a request.
+//! The caller of a request, and the names of the groups of tenants.
 
 use std::sync::Arc;
 
@@ -11,10 +11,10 @@ use crate::guard::Peer;
 use crate::problem::Problem;
 use crate::state::AppState;
 
-/// Begins the names of groups that belong to a tenant: `@acme/billing`.
+/// The first character in the names of groups that belong to a tenant: `@acme/billing`.
 const TENANT_MARK: char = '@';
 
-/// The caller of a request: a token, the session that a token began, or anyone while the server is open.
+/// The caller of a request: a token, a session that was begun with a token, or anyone while the server is open.
 #[derive(Clone, Debug)]
 pub struct Caller {
     token: Option<Arc<TokenInfo>>,
@@ -23,7 +23,7 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// Finds out who sent a request.
+    /// Finds the caller of a request.
     pub(crate) async fn of(
         state: &AppState,
         headers: &HeaderMap,
@@ -58,7 +58,8 @@ impl Caller {
         }
     }
 
-    /// Whether a caller of a moment ago would still be let in. A store that cannot be read changes nothing.
+    /// Whether the caller is still allowed: its token is valid, or the server is still open. True if the store cannot
+    /// be read.
     pub(crate) async fn is_valid(&self, state: &AppState) -> bool {
         let valid = match &self.token {
             Some(token) => state.tokens().is_valid(token).await,
@@ -75,7 +76,7 @@ impl Caller {
         self.token.as_ref().is_none_or(allows)
     }
 
-    /// The only tenant that the caller reaches; `None`: all of them. Every query is filtered by it.
+    /// The only tenant that the caller can access; `None`: all tenants. Every query is filtered by it.
     pub fn tenant(&self) -> Option<&str> {
         self.token.as_ref()?.tenant.as_deref()
     }
@@ -85,8 +86,8 @@ impl Caller {
         self.tenant().is_none_or(|own| tenant == Some(own))
     }
 
-    /// The tenant to filter by: the caller's own, or the one that a caller of all tenants asked for. Another
-    /// tenant than the caller's own is refused.
+    /// The tenant to filter by: the tenant of the caller, or for a caller of all tenants the requested tenant. A caller
+    /// with a tenant may not request another one.
     pub fn tenant_filter(&self, asked: Option<String>) -> Result<Option<String>, Problem> {
         match (self.tenant(), asked) {
             (Some(own), Some(asked)) if own != asked => {
@@ -111,7 +112,7 @@ impl Caller {
         self.token.as_deref()
     }
 
-    /// Whom a rate limit counts: the token, or the address while the server is open.
+    /// The key for the rate limit: the id of the token, or the address while the server is open.
     pub(crate) fn identity(&self) -> String {
         match (&self.token, self.peer) {
             (Some(token), _) => token.id.clone(),
@@ -120,8 +121,7 @@ impl Caller {
         }
     }
 
-    /// The group that the caller means by a name. Groups of a tenant have the tenant in their stored name, so that
-    /// two tenants may use the same name.
+    /// The stored name of a group of the caller. It contains the tenant, so that two tenants may use the same name.
     pub fn group(&self, name: &str) -> Result<GroupName> {
         match self.tenant() {
             Some(tenant) => tenant_group(tenant, name),
@@ -129,7 +129,7 @@ impl Caller {
         }
     }
 
-    /// The name that the caller knows a group by; `None` if it is the group of another tenant, or of no tenant.
+    /// The name of a group for the caller. `None` if the caller has a tenant and the group does not belong to it.
     pub fn group_shown(&self, group: &GroupName) -> Option<String> {
         match self.tenant() {
             Some(tenant) => group
@@ -140,8 +140,8 @@ impl Caller {
         }
     }
 
-    /// The name of a group beside an event that the caller may see: its own groups by their names, groups that
-    /// serve every tenant by theirs, groups of other tenants not at all.
+    /// The name of a group in the details of an event that the caller may see. `None` for groups of other tenants;
+    /// groups that serve every tenant are shown.
     pub fn group_beside_event(&self, group: &GroupName) -> Option<String> {
         match self.group_shown(group) {
             Some(name) => Some(name),
@@ -156,14 +156,14 @@ pub(crate) fn tenant_group(tenant: &str, name: &str) -> Result<GroupName> {
     GroupName::new(&format!("{}{name}", prefix(tenant)))
 }
 
-/// Whose events a group gets, from its stored name: `Some(tenant)` for the group of a tenant.
+/// The tenant of a group, from its stored name; `None` for a group that serves every tenant.
 pub(crate) fn tenant_of_group(group: &GroupName) -> Option<String> {
     let rest = group.as_str().strip_prefix(TENANT_MARK)?;
     let (tenant, _) = rest.split_once('/')?;
     Some(tenant.replace("%2F", "/").replace("%25", "%"))
 }
 
-/// Refuses names that only groups of tenants have.
+/// Refuses names that begin with `@` from callers without a tenant: such names belong to tenants.
 pub(crate) fn check_new_group(caller: &Caller, name: &str) -> Result<()> {
     if caller.tenant().is_none() && name.starts_with(TENANT_MARK) {
         let what = format!("{name:?}: names that begin with @ belong to tenants");
@@ -172,13 +172,14 @@ pub(crate) fn check_new_group(caller: &Caller, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// `@acme/`, with `/` and `%` of the tenant escaped: `a/b` must not be mistaken for a group `b…` of `a`.
+/// The prefix `@acme/`. `/` and `%` in the tenant are escaped: otherwise the tenant `a/b` could be taken for the tenant
+/// `a` with a group `b…`.
 fn prefix(tenant: &str) -> String {
     let tenant = tenant.replace('%', "%25").replace('/', "%2F");
     format!("{TENANT_MARK}{tenant}/")
 }
 
-/// Begins the subprotocol in which a WebSocket of a browser carries its token: scripts cannot set other headers.
+/// The prefix of the WebSocket subprotocol that carries the token of a browser: scripts cannot set other headers.
 const SUBPROTOCOL: &str = "everbus.token.";
 
 /// The token of a request.

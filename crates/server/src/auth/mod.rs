@@ -1,4 +1,4 @@
-//! Who calls: tokens with scopes and a tenant, sessions of the dashboard, and the open development mode.
+//! Authentication: tokens with scopes and a tenant, sessions of the dashboard, and the open development mode.
 
 mod caller;
 mod scope;

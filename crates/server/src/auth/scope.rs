@@ -1,4 +1,4 @@
-//! What a token allows.
+//! The scopes of tokens.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,19 +7,20 @@ use everbus::{Code, Error};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What a token allows. `admin` includes every other scope; the others include nothing but themselves.
+/// What a token allows. `admin` includes every other scope. The other scopes include only themselves.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
-    /// Publish events.
+    /// Publish events, submit tasks and jobs.
     Publish,
     /// Fetch and settle events as a consumer, and declare consumers.
     Consume,
-    /// Read events, groups, dead letters and metrics.
+    /// Read events, groups, dead letters, tasks, jobs and metrics.
     Read,
-    /// Retry, edit and purge dead letters, replay, pause groups, run jobs.
+    /// Retry, edit and purge dead letters, replay, pause and delete groups, resume and cancel jobs and tasks, change
+    /// schedules.
     Operate,
     /// Everything, tokens included.
     Admin,

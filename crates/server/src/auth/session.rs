@@ -1,5 +1,5 @@
-//! Sessions of the dashboard: a person gives a token once and gets a cookie that scripts cannot read and that no
-//! other site can send.
+//! Sessions of the dashboard: a person enters a token once and gets a cookie. Scripts cannot read the cookie, and no
+//! other site can send it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::tokens::{BUCKET, hash};
 use crate::state::AppState;
 
 const COOKIE: &str = "everbus_session";
-/// A session ends after this time.
+/// The lifetime of a session.
 const LASTS: Duration = Duration::from_secs(12 * 3600);
 
 /// Begins a session for a token. Returns the cookie; `None` if the token is not valid.
@@ -53,7 +53,8 @@ pub(crate) async fn token_of(
     state.tokens().find_hash(hash).await
 }
 
-/// The store keeps the hash of a session, so that a copy of the store opens no session.
+/// The key of a session in the store. It has only a hash of the session id, so that a copy of the store gives no
+/// access.
 fn key(id: &str) -> String {
     format!("session/{}", hash(id))
 }
@@ -79,6 +80,6 @@ fn cookie(state: &AppState, id: &str, lasts: Duration) -> HeaderValue {
     let seconds = lasts.as_secs();
     let text =
         format!("{COOKIE}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={seconds}{secure}");
-    // Made of letters, digits and punctuation of our own.
+    // The text has only letters, digits and known punctuation, so this cannot fail.
     HeaderValue::from_str(&text).unwrap_or(HeaderValue::from_static(""))
 }

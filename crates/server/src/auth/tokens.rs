@@ -1,7 +1,7 @@
-//! Tokens: random secrets of 256 bits of which the store keeps only the SHA-256, with scopes and a tenant.
+//! Tokens: random secrets of 256 bits, with scopes and a tenant. The store has only the SHA-256 of a secret.
 //!
-//! All of them are one value in the store, so that a change is one compare-and-set and every server that shares
-//! the store sees it. A server keeps a copy that it renews every second.
+//! All tokens are one value in the store, so that a change is one compare-and-set. Every server that shares the store
+//! keeps a copy of the value, and renews it every second.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -16,19 +16,19 @@ use sha2::{Digest, Sha256};
 
 use super::Scope;
 
-/// Where the server keeps its own state.
+/// The key-value bucket of the server.
 pub(crate) const BUCKET: &str = "everbus-server";
 const KEY: &str = "tokens";
-/// Begins every token, so that scanners for leaked secrets recognise it.
+/// The prefix of every token, so that scanners for leaked secrets recognise it.
 const PREFIX: &str = "evb_";
-/// An unknown token makes the server read the store again, at most this often.
+/// For an unknown token the server reads the store again, but not more often than this.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
-/// Changes of the list that lose against others are repeated this often.
+/// How often a change is retried when other processes change the list at the same time.
 const TRIES: usize = 20;
-/// More tokens than this are refused as a mistake.
+/// More tokens are refused as a mistake.
 const MOST: usize = 10_000;
 
-/// A token to be made.
+/// A request for a new token.
 #[derive(Clone, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct TokenRequest {
@@ -36,42 +36,42 @@ pub struct TokenRequest {
     pub name: String,
     /// What it allows.
     pub scopes: Vec<Scope>,
-    /// The only tenant whose events it reaches; every tenant if it is left out.
+    /// The only tenant that the token can access; all tenants if it is left out.
     #[serde(default)]
     pub tenant: Option<String>,
-    /// When it ends.
+    /// When the token expires.
     #[serde(default)]
     #[schemars(with = "Option<String>")]
     pub expires_at: Option<Timestamp>,
 }
 
-/// What is known of a token, without its secret.
+/// A token without its secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct TokenInfo {
-    /// Names it in lists and for its revocation.
+    /// The id, for lists and for revoking the token.
     pub id: String,
     /// A name for people.
     pub name: String,
     /// What it allows.
     pub scopes: Vec<Scope>,
-    /// The only tenant whose events it reaches.
+    /// The only tenant that the token can access.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tenant: Option<String>,
     /// When it was made.
     #[schemars(with = "String")]
     pub created_at: Timestamp,
-    /// When it ends.
+    /// When the token expires.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub expires_at: Option<Timestamp>,
 }
 
-/// A new token with its secret, which is shown this once.
+/// A new token with its secret, which is shown only here.
 #[derive(Clone, Serialize, JsonSchema)]
 pub struct NewToken {
     /// The secret: `Authorization: Bearer …`.
     pub token: String,
-    /// Everything else.
+    /// The other fields.
     #[serde(flatten)]
     pub info: TokenInfo,
 }
@@ -119,13 +119,13 @@ pub struct Tokens {
     looked: Mutex<Option<Instant>>,
 }
 
-/// The tokens by the hash of their secrets. The hash of a guess says nothing about the hash of a secret, so the
-/// time of a lookup gives nothing away.
+/// The tokens by the hash of their secrets. An attacker cannot choose the hash of a guess, so the time of a lookup
+/// reveals nothing about a secret.
 #[derive(Default)]
 struct Known {
     by_hash: HashMap<String, Arc<TokenInfo>>,
     ids: HashSet<String>,
-    /// The list is there, even if it is empty.
+    /// Whether the list exists in the store, even if it is empty.
     used: bool,
 }
 
@@ -143,7 +143,7 @@ impl Tokens {
         self.kv.as_ref().map_err(Clone::clone)
     }
 
-    /// Makes a token. Its secret is returned and kept nowhere.
+    /// Creates a token. Its secret is returned and not stored.
     pub async fn create(&self, request: TokenRequest) -> Result<NewToken> {
         check(&request)?;
         let mut secret = [0_u8; 32];
@@ -184,7 +184,7 @@ impl Tokens {
         Ok(all.iter().map(Stored::info).collect())
     }
 
-    /// Revokes a token by its id; from now on no server accepts it.
+    /// Revokes a token by its id. This server refuses it at once, the others after about a second.
     pub async fn revoke(&self, id: &str) -> Result<TokenInfo> {
         let mut revoked = None;
         self.change(|all| {
@@ -206,9 +206,9 @@ impl Tokens {
         Ok(known.is_some_and(|known| !known.by_hash.is_empty()))
     }
 
-    /// Whether tokens are used here: one was made, even if it was revoked since. Until then a loopback server is open.
+    /// Whether a token was ever created, even if it was revoked since. Until then a loopback server is open.
     pub async fn are_used(&self) -> Result<bool> {
-        // Asked by every request: nearly always the copy is there.
+        // Every request calls this, so it must be quick: the copy nearly always exists.
         if let Some(known) = &*self.known.read() {
             return Ok(known.used);
         }
@@ -216,7 +216,7 @@ impl Tokens {
         Ok(known.is_some_and(|known| known.used))
     }
 
-    /// An engine that cannot keep tokens has none.
+    /// The tokens; `None` if the engine cannot store tokens.
     async fn known_if_any(&self) -> Result<Option<Arc<Known>>> {
         match self.known().await {
             Err(error) if error.code() == Code::Unsupported => Ok(None),
@@ -224,7 +224,7 @@ impl Tokens {
         }
     }
 
-    /// Forgets that tokens were used, once none is left: a loopback server is open again.
+    /// Deletes the empty list of tokens: a loopback server is open again. Fails if there are tokens.
     pub async fn reset(&self) -> Result<()> {
         let (all, _) = self.read().await?;
         if !all.is_empty() {
@@ -235,14 +235,14 @@ impl Tokens {
         self.renew().await.map(drop)
     }
 
-    /// Whether a token that was valid still is.
+    /// Whether a token is still valid: not revoked, and not expired.
     pub(crate) async fn is_valid(&self, token: &TokenInfo) -> Result<bool> {
         let known = self.known().await?;
         let ended = token.expires_at.is_some_and(|end| end <= SystemClock.now());
         Ok(!ended && known.ids.contains(&token.id))
     }
 
-    /// The token of this secret, if it is valid now.
+    /// The token with this secret, if it is valid now.
     pub(crate) async fn find(&self, secret: &str) -> Result<Option<Arc<TokenInfo>>> {
         if !secret.starts_with(PREFIX) || secret.len() > 128 {
             return Ok(None);
@@ -250,7 +250,7 @@ impl Tokens {
         self.find_hash(&hash(secret)).await
     }
 
-    /// The same, by the hash of the secret: what a session keeps.
+    /// The token whose secret has this hash, if it is valid now. Sessions store the hash.
     pub(crate) async fn find_hash(&self, hash: &str) -> Result<Option<Arc<TokenInfo>>> {
         let mut found = self.known().await?.by_hash.get(hash).cloned();
         if found.is_none() && self.may_look_again() {
@@ -290,12 +290,12 @@ impl Tokens {
         Ok(known)
     }
 
-    /// Keeps the copy of this process up to date, until the future is dropped. A token that another process revokes
-    /// is refused here after a second.
+    /// Renews the copy of this process every second, until the future is dropped. So a token that another process
+    /// revokes is refused here after about a second.
     pub(crate) async fn follow(&self) {
         loop {
             tokio::time::sleep(Duration::from_secs(1)).await;
-            // An error is met again by the request that needs the answer.
+            // The error is ignored: the copy stays as it is, and the next round tries again.
             let _ = self.renew().await;
         }
     }

@@ -1,7 +1,8 @@
-//! Commands: a program for each event, with the event on its standard input. Only the configuration file can name
-//! one: over HTTP it would be remote code execution.
+//! Commands: a program runs for each event, with the event on its standard input. Only the configuration file can name
+//! a command: over HTTP this would be remote code execution.
 
 use std::process::Stdio;
+use std::time::Duration;
 
 use everbus::config::Exec;
 use everbus::dialects;
@@ -10,13 +11,16 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::process::{Child, Command};
 
-/// The end of what the command wrote to standard error, in the record of the failure.
+/// How many of the last bytes of standard error are in the record of a failure.
 const SHOWN: usize = 4096;
-/// The exit code of a command that says: no retry helps (`EX_DATAERR`).
+/// How long standard error is read after the command has ended, if another process keeps it open.
+const LAST_WORDS: Duration = Duration::from_millis(100);
+/// The exit code for a failure that no retry can fix (`EX_DATAERR`).
 const PERMANENT: i32 = 65;
 
-/// Runs the command for an event. It gets the event as JSON on standard input; the exit code 0 acks, 65 dead-letters
-/// at once, any other is retried. The handler's timeout kills it with everything it started.
+/// Runs the command for an event, which it gets as JSON on standard input. Exit code 0 acks the event, 65 dead-letters
+/// it at once, and any other code is retried. If the handler times out while the command runs, the process group is
+/// killed. Processes that a command leaves in the background when it ends go on.
 pub(super) async fn run(exec: &Exec, message: &Message) -> HandlerResult {
     let event = message.event();
     let body = dialects::encode(event, Dialect::Native).map_err(HandlerError::permanent)?;
@@ -46,26 +50,41 @@ pub(super) async fn run(exec: &Exec, message: &Message) -> HandlerResult {
         command.current_dir(directory);
     }
     let child = command.spawn();
-    let child = child.map_err(|e| HandlerError::new(format!("{program} cannot be run: {e}")))?;
-    let mut running = Running(child);
-    let (stdin, stderr) = (running.0.stdin.take(), running.0.stderr.take());
+    let mut child =
+        child.map_err(|e| HandlerError::new(format!("{program} cannot be run: {e}")))?;
+    let mut group = Group::of(&child);
+    let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
     let write = async {
         if let Some(mut stdin) = stdin {
-            // A command that does not read its input is no failure.
+            // A command does not have to read its input: the error is ignored.
             let _ = stdin.write_all(&body).await;
         }
     };
+    let mut text = Tail::default();
     let read = async {
-        let mut text = Tail::default();
         if let Some(mut stderr) = stderr {
             let mut buffer = [0; 4096];
             while let Ok(n @ 1..) = stderr.read(&mut buffer).await {
                 text.add(&buffer[..n]);
             }
         }
-        text
     };
-    let ((), text, ended) = tokio::join!(write, read, running.0.wait());
+    // A process in the background may keep the pipes open, so the event does not wait for their end.
+    let ended = {
+        let mut pipes = std::pin::pin!(async { tokio::join!(write, read) });
+        tokio::select! {
+            _ = &mut pipes => {
+                let ended = child.wait().await;
+                group.0 = None;
+                ended
+            }
+            ended = child.wait() => {
+                group.0 = None;
+                let _ = tokio::time::timeout(LAST_WORDS, &mut pipes).await;
+                ended
+            }
+        }
+    };
     let status = ended.map_err(|e| HandlerError::new(format!("{program}: {e}")))?;
     if status.success() {
         return Ok(());
@@ -77,13 +96,20 @@ pub(super) async fn run(exec: &Exec, message: &Message) -> HandlerResult {
     }
 }
 
-/// A running command. Dropping it, as the timeout does, kills its whole process group.
-struct Running(Child);
+/// The process group of a running command. Dropping it, as the timeout does, kills the group. `None` once the command
+/// has ended: its process id may belong to another process then.
+struct Group(Option<Pid>);
 
-impl Drop for Running {
+impl Group {
+    fn of(child: &Child) -> Self {
+        let id = child.id().and_then(|id| i32::try_from(id).ok());
+        Self(id.and_then(Pid::from_raw))
+    }
+}
+
+impl Drop for Group {
     fn drop(&mut self) {
-        let id = self.0.id().and_then(|id| i32::try_from(id).ok());
-        if let Some(group) = id.and_then(Pid::from_raw) {
+        if let Some(group) = self.0 {
             let _ = kill_process_group(group, Signal::KILL);
         }
     }

@@ -1,5 +1,5 @@
-//! Consumers without Rust: webhooks and commands run as handlers of the bus, with its whole pipeline (retry,
-//! breaker, timeout, inbox, order, dead letters). Clients that fetch over HTTP are in `api/pull.rs`.
+//! Consumers without Rust code: webhooks and commands. They are handlers of the bus, with retry, breaker, timeout,
+//! inbox, ordering and dead letters. Clients that fetch over HTTP are in `api/pull.rs`.
 
 mod exec;
 mod webhook;
@@ -21,17 +21,17 @@ use crate::state::AppState;
 
 pub(crate) use webhook::Hook;
 
-/// Why the group of a tenant skips an event.
+/// The reason with which the group of a tenant skips an event of another tenant.
 pub(crate) const OTHER_TENANT: &str = "it belongs to another tenant";
 const KEY: &str = "webhooks";
-/// How soon a server sees a webhook that another one declared.
+/// How often a server looks for webhooks that other servers declared.
 const EVERY: Duration = Duration::from_secs(2);
 const TRIES: usize = 20;
-/// More webhooks of one tenant than this are refused as a mistake.
+/// More webhooks of one tenant are refused as a mistake.
 const MOST: usize = 200;
-/// Webhooks and commands take their time: an event that waits here is one that another process cannot take. So a
-/// process holds twice as many as run at once; this many run at once if the file does not say.
-const AT_ONCE: usize = 32;
+/// Webhooks and commands are slow, and another process cannot take an event that was prefetched here. So the prefetch
+/// is twice the concurrency, which is this number unless one is set: the default of the bus.
+const AT_ONCE: usize = 16;
 
 /// A webhook that was declared over HTTP.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -42,7 +42,7 @@ pub(crate) struct Declared {
     pub(crate) tenant: Option<String>,
     pub(crate) pattern: String,
     pub(crate) url: String,
-    /// The current secret, and the previous one while receivers change over.
+    /// The current secret, and the previous one while receivers change to the current one.
     pub(crate) secrets: Vec<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) max_attempts: Option<u32>,
@@ -56,7 +56,7 @@ pub(crate) struct Declared {
     pub(crate) from_first: bool,
 }
 
-/// The webhooks of the API that run in this server.
+/// The webhooks that were declared over HTTP and run in this server.
 #[derive(Default)]
 pub(crate) struct Webhooks {
     running: Mutex<BTreeMap<String, (Declared, SubscriptionId)>>,
@@ -71,20 +71,20 @@ pub(crate) async fn declared(bus: &Bus) -> Result<Stored> {
     Ok(found.map_or_else(Stored::new, |(stored, _)| stored))
 }
 
-/// Declares, replaces or removes one webhook, and starts or stops it in this server. One that cannot be started is
-/// taken back.
+/// Declares, replaces or removes one webhook, and starts or stops it in this server. If the webhook cannot be started,
+/// the change is undone.
 pub(crate) async fn change(state: &AppState, group: &str, new: Option<Declared>) -> Result<()> {
     let before = store(state.bus(), group, |_| true, new.clone()).await?;
     let Some(error) = reconciled(state).await?.remove(group) else {
         return Ok(());
     };
-    // Unless another client has changed it meanwhile.
+    // The change is not undone if another client has changed the webhook meanwhile.
     store(state.bus(), group, |now| now == new.as_ref(), before).await?;
     reconciled(state).await?;
     Err(error)
 }
 
-/// Stores one webhook, if what is stored now may be replaced. Returns what it replaced.
+/// Stores or removes one webhook, if `may_replace` allows it for the stored one. Returns the one that was replaced.
 async fn store(
     bus: &Bus,
     group: &str,
@@ -127,10 +127,10 @@ pub(crate) async fn mount_configured(state: &AppState) -> Result<()> {
     Ok(())
 }
 
-/// Subscribes a consumer of a configuration file to a bus: its webhook or its command is the handler. The group of a
-/// consumer that clients fetch from is declared. One that has its handler in a program is left to the program.
+/// Subscribes a consumer of a configuration file to a bus, with its webhook or command as the handler. For a pull
+/// consumer only the group is declared. A consumer without a delivery has its handler in a program: nothing is done.
 ///
-/// `private_webhooks` lets every webhook go to private addresses, as `server.private_webhooks` does.
+/// `private_webhooks` allows `http` and private addresses for every webhook, like `server.private_webhooks`.
 pub async fn mount_consumer(
     bus: &Bus,
     consumer: &config::Consumer,
@@ -170,15 +170,15 @@ pub async fn mount_consumer(
 }
 
 /// The stored name of a consumer's group.
-fn group_of(consumer: &config::Consumer) -> Result<GroupName> {
+pub(crate) fn group_of(consumer: &config::Consumer) -> Result<GroupName> {
     match &consumer.tenant {
         Some(tenant) => tenant_group(tenant, consumer.group.as_str()),
         None => Ok(consumer.group.clone()),
     }
 }
 
-/// Subscribes a handler with the settings of the file. The bus applies them by the name of the group; a group of
-/// a tenant has another stored name, so they are given here.
+/// Subscribes a handler with the settings of the file. The bus applies the settings by the name of the group. The group
+/// of a tenant has another stored name, so the settings are given here.
 async fn configured<F, Fut>(bus: &Bus, consumer: &config::Consumer, handler: F) -> Result<()>
 where
     F: Fn(Message) -> Fut + Send + Sync + 'static,
@@ -221,7 +221,7 @@ where
     subscribe.handler(handler).await.map(drop)
 }
 
-/// Makes the group of a consumer that clients fetch from, so that it collects events from now on.
+/// Declares the group of a pull consumer, so that it collects events from now on.
 async fn declare_pull(bus: &Bus, consumer: &config::Consumer) -> Result<()> {
     let spec = everbus_core::GroupSpec {
         start_from: consumer.start_from.unwrap_or(StartFrom::New),
@@ -244,7 +244,7 @@ fn of_tenant(message: &Message, tenant: Option<&str>) -> HandlerResult {
     }
 }
 
-/// Follows the webhooks that are declared over HTTP, here and by other servers.
+/// Starts and stops the webhooks that are declared over HTTP at any server of the store, until the future is dropped.
 pub(crate) async fn follow(state: AppState) {
     let mut failed = BTreeMap::new();
     loop {
@@ -254,7 +254,7 @@ pub(crate) async fn follow(state: AppState) {
                 tracing::warn!(target: "everbus::webhook", %error, "the declared webhooks are not known");
             }
             Ok(errors) => {
-                // Once for each error: the next look comes soon.
+                // A webhook that still fails is logged only once.
                 for (group, error) in &errors {
                     if !failed.contains_key(group) {
                         tracing::error!(target: "everbus::webhook", %group, %error, "the webhook does not run");
@@ -267,7 +267,7 @@ pub(crate) async fn follow(state: AppState) {
     }
 }
 
-/// The same as [`reconcile`], also if the client does not wait for it.
+/// Like [`reconcile`], but it runs to its end even if the client disconnects.
 async fn reconciled(state: &AppState) -> Result<BTreeMap<String, Error>> {
     let state = state.clone();
     let work = tokio::spawn(async move { reconcile(&state).await });
@@ -275,10 +275,10 @@ async fn reconciled(state: &AppState) -> Result<BTreeMap<String, Error>> {
         .map_err(|e| Error::new(Code::Internal, e.to_string()))?
 }
 
-/// Starts what is declared and does not run, stops what runs and is not declared any more. Returns the webhooks that
-/// cannot be started, by their groups; the others run.
+/// Starts the declared webhooks that do not run, and stops those that were removed or changed. Returns the errors of
+/// webhooks that cannot be started, by group; the others run.
 ///
-/// A webhook that stops keeps its subscription: without one the engine would move the group past events that are not
+/// A stopped webhook keeps its subscription: without one the engine would move the group past events that are not
 /// delivered yet.
 async fn reconcile(state: &AppState) -> Result<BTreeMap<String, Error>> {
     let webhooks = state.webhooks();
@@ -324,11 +324,13 @@ async fn mount(state: &AppState, declared: &Declared) -> Result<SubscriptionId> 
             hook.deliver(&bus, &message).await
         }
     };
+    let at_once = declared.concurrency.unwrap_or(AT_ONCE);
     let mut subscribe = state
         .bus()
         .subscribe(&declared.pattern)
         .group(&declared.group)
         .name("webhook")
+        .prefetch(at_once.saturating_mul(2))
         .timeout(Duration::from_millis(declared.timeout_ms.unwrap_or(30_000)));
     if declared.from_first {
         subscribe = subscribe.start_from(StartFrom::First);

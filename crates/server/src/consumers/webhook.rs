@@ -1,4 +1,4 @@
-//! Webhooks: each event as a CloudEvent in a POST, signed as the Standard Webhooks specification says.
+//! Webhooks: each event is posted as a CloudEvent, signed according to the Standard Webhooks specification.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -10,13 +10,13 @@ use everbus_jobs::webhook::{Reply, WebhookClient, WebhookOptions};
 use http::StatusCode;
 use ring::hmac;
 
-/// Begins a secret that is written in base64.
+/// The prefix of a secret in base64.
 const PREFIX: &str = "whsec_";
-/// The text of an answer in an error, at most.
+/// How many characters of a response are in an error, at most.
 const SHOWN: usize = 500;
-/// A receiver may ask for at most this pause.
+/// The longest pause that a receiver can ask for with `Retry-After`.
 const LONGEST_PAUSE: Duration = Duration::from_secs(24 * 3600);
-/// The timeout of the handler bounds a delivery; this one only has to be longer.
+/// The timeout of the client. It only has to be longer than the timeout of the handler, which limits a delivery.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 /// A webhook that is ready to deliver.
@@ -43,7 +43,7 @@ impl Hook {
         })
     }
 
-    /// Delivers an event. The handler's timeout bounds it.
+    /// Delivers an event. The timeout of the handler limits it.
     pub(crate) async fn deliver(&self, bus: &Bus, message: &Message) -> HandlerResult {
         let event = message.event();
         let body =
@@ -51,7 +51,7 @@ impl Hook {
         let body = Bytes::from(body);
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let timestamp = now.map_or(0, |now| now.as_secs());
-        // The same in every attempt, so that the receiver recognises a repetition.
+        // The id is the same in every attempt, so that the receiver recognises a duplicate.
         let id = event.id().to_string();
         let mut headers = vec![
             ("content-type", "application/cloudevents+json".to_owned()),
@@ -88,7 +88,8 @@ impl Hook {
                 }
             }
             StatusCode::GONE => {
-                // The receiver wants no more events. The group keeps them until an operator decides.
+                // The receiver wants no more events: the group is paused, and keeps the events until an operator
+                // decides.
                 let reason = format!("{} answered 410 Gone", self.client);
                 bus.pause_group(message.group().clone(), Some(reason))
                     .await?;
@@ -99,7 +100,7 @@ impl Hook {
     }
 }
 
-/// `v1,SIGNATURE` for each secret, so that receivers accept the old one while they change over.
+/// `v1,SIGNATURE` for each secret. With two secrets, receivers can change from the old to the new one.
 fn signature(keys: &[hmac::Key], id: &str, timestamp: u64, body: &[u8]) -> String {
     let signed = keys.iter().map(|key| {
         let mut context = hmac::Context::with_key(key);
@@ -110,7 +111,7 @@ fn signature(keys: &[hmac::Key], id: &str, timestamp: u64, body: &[u8]) -> Strin
     signed.collect::<Vec<_>>().join(" ")
 }
 
-/// A secret is `whsec_` and base64, or any text of at least 24 characters.
+/// Parses a secret: `whsec_` and base64, or any other text. It must have at least 24 bytes.
 fn key(secret: &str) -> Result<hmac::Key> {
     let bytes = match secret.strip_prefix(PREFIX) {
         Some(encoded) => BASE64.decode(encoded.as_bytes()).ok(),
@@ -132,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_request_is_signed_as_standard_webhooks_says() {
-        // The example of the specification.
+        // The example in the specification.
         let key = key("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw").unwrap();
         let body = br#"{"test": 2432232314}"#;
         let signed = signature(&[key], "msg_p5jXN8AQM9LWM0D4loKWxJek", 1_614_265_330, body);

@@ -41,7 +41,7 @@ assets! {
     "/assets/icon.svg", "image/svg+xml", "icon.svg";
 }
 
-/// One tag for all of them: they change only with the program.
+/// One ETag for all assets: they change only with the program.
 static TAG: LazyLock<String> = LazyLock::new(|| {
     let mut hash = Sha256::new();
     for asset in ASSETS {
@@ -72,7 +72,7 @@ fn serve(asset: &'static Asset, headers: &HeaderMap) -> Response {
     let headers = response.headers_mut();
     let kind = HeaderValue::from_static(asset.content_type);
     headers.insert(header::CONTENT_TYPE, kind);
-    // The browser asks each time and is mostly told that nothing has changed.
+    // The browser asks each time, and usually gets 304 Not Modified.
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
     if let Ok(tag) = HeaderValue::from_str(&TAG) {
         headers.insert(header::ETAG, tag);

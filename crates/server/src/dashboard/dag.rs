@@ -1,14 +1,14 @@
-//! The graph of a job, drawn by the server as SVG: a column for each layer, colours by classes of the style sheet.
+//! The graph of a job as SVG: a column for each layer. The colours come from classes of the style sheet.
 
 use everbus_jobs::events::TaskState;
 use everbus_jobs::state::TaskStatus;
 use everbus_jobs::{JobPicture, Layout};
 use maud::{Markup, html};
 
-/// Characters of a box.
+/// How many characters fit into a box.
 const FITS: usize = 19;
 
-/// The word for a state, also for a task that has not begun.
+/// The name of a state; `waiting` for a task that has not begun.
 pub(super) const fn word(state: Option<TaskState>) -> &'static str {
     match state {
         None => "waiting",
@@ -28,7 +28,7 @@ pub(super) fn badge(state: Option<TaskState>, cancelled: bool) -> Markup {
     html! { span class=(class) { @if cancelled { "cancelled" } @else { (word(state)) } } }
 }
 
-/// The drawing. `link` makes the address of a task.
+/// Draws the graph. `link` makes the URL of a task.
 pub(super) fn draw(
     picture: &JobPicture,
     statuses: &[TaskStatus],
@@ -69,14 +69,14 @@ pub(super) fn draw(
     }
 }
 
-/// The id of a task without the id of its job, which many begin with.
+/// The id of a task without the id of its job, which is often its prefix.
 fn own<'a>(task: &'a str, job: &str) -> &'a str {
     let rest = task.strip_prefix(job).unwrap_or(task);
     let rest = rest.trim_start_matches(['.', '-', '/', ':']);
     if rest.is_empty() { task } else { rest }
 }
 
-/// The end of an id says more than its beginning, which the tasks of a job often share.
+/// Shortens a text to its end: the tasks of a job often share the beginning of their ids.
 fn short(text: &str) -> String {
     let length = text.chars().count();
     if length <= FITS {
@@ -86,7 +86,7 @@ fn short(text: &str) -> String {
     format!("…{tail}")
 }
 
-/// How far a job is, as a bar.
+/// The progress of a job as a bar.
 pub(super) fn progress(completed: usize, running: usize, failed: usize, total: usize) -> Markup {
     let share = |count: usize| count as f64 * 100.0 / total.max(1) as f64;
     let (done, now, bad) = (share(completed), share(running), share(failed));

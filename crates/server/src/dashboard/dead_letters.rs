@@ -1,4 +1,4 @@
-//! Dead letters: grouped by what went wrong, retried one by one or together, corrected before a retry.
+//! The pages of dead letters: grouped by error, with single and bulk retry, and an editor for the payload.
 
 use axum::extract::{Path, Query, State};
 use axum::response::Response;
@@ -17,7 +17,7 @@ use crate::state::AppState;
 const PAGE: usize = 50;
 const TALLIES: usize = 30;
 
-/// The filters, as they are in the address of the page.
+/// The filters, as in the URL of the page.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Filters {
@@ -66,7 +66,7 @@ impl Filters {
     }
 }
 
-/// The list with the filters of a tally.
+/// The URL of the list with the filters of a tally.
 pub(super) fn link_of(tally: &DeadLetterTally, group: &str) -> String {
     let pairs = [
         ("type", tally.event_type.as_str()),
@@ -293,7 +293,7 @@ pub(super) async fn show(
     Ok(page.show(&state, &caller).await)
 }
 
-/// Every attempt; an error that repeats the one before says so instead of the same text again.
+/// Lists every attempt. An error that equals the one before is not shown again.
 fn failures(failures: &[Failure]) -> Markup {
     html! {
         ul.timeline {
@@ -318,7 +318,7 @@ fn failures(failures: &[Failure]) -> Markup {
     }
 }
 
-/// An error beside the one before it: lines that are new are marked.
+/// An error with the lines marked that the error before did not have.
 fn changed(before: &str, now: &str) -> Markup {
     let known: Vec<&str> = before.lines().collect();
     html! {

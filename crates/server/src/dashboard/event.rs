@@ -1,4 +1,4 @@
-//! One event: what it is, what became of it in each group, what caused it and what it caused.
+//! The page of one event: its content, its state in each group, its causes and its effects.
 
 use std::sync::Arc;
 
@@ -174,7 +174,7 @@ fn timeline(state: &GroupState) -> Markup {
     }
 }
 
-/// The payload stages that were stored beside the event.
+/// The stored payload stages of the event.
 fn stages(found: &EventPage) -> Markup {
     let text = |stage: &serde_json::Value, name: &str| match &stage[name] {
         serde_json::Value::String(text) => text.clone(),
@@ -203,7 +203,7 @@ fn stages(found: &EventPage) -> Markup {
     }
 }
 
-/// What caused the event and what it caused. A page without the tree is better than none.
+/// The causes and effects of the event. After an error the page is shown without them.
 async fn tree(state: &AppState, caller: &Caller, record: &Recorded) -> Markup {
     let id = record.event.id().to_string();
     let Ok(tree) = events::causal_tree(state.bus(), caller, &id, None).await else {

@@ -15,7 +15,7 @@ use crate::state::AppState;
 
 const PAGE: usize = 50;
 
-/// The filters, as they are in the address of the page.
+/// The filters, as in the URL of the page.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(super) struct Filters {
@@ -51,7 +51,7 @@ impl Filters {
         })
     }
 
-    /// The same filters from another place in the list.
+    /// The URL of another page of the list, with the same filters.
     fn link(&self, cursor: &str) -> String {
         let pairs = [
             ("q", self.q.as_str()),
@@ -84,7 +84,7 @@ impl Filters {
     }
 }
 
-/// A path with those of the parameters that have a value.
+/// A path with the query parameters that have a value.
 pub(super) fn link(path: &str, pairs: &[(&str, &str)]) -> String {
     let pairs = pairs.iter().filter(|(_, value)| !value.is_empty());
     let pairs: Vec<String> = pairs
@@ -97,7 +97,7 @@ pub(super) fn link(path: &str, pairs: &[(&str, &str)]) -> String {
     }
 }
 
-/// A time of RFC 3339, or of the input of a browser, which has no zone and means UTC here.
+/// Parses a time in RFC 3339, or a shorter form without a zone, which is taken as UTC.
 fn time(text: &str) -> Result<Timestamp> {
     match text.len() {
         10 => format!("{text}T00:00:00Z").parse(),
@@ -112,7 +112,7 @@ pub(super) async fn show(
     caller: Caller,
     Query(filters): Query<Filters>,
 ) -> Result<Response, PageError> {
-    // An id in the search box opens its event.
+    // An event id in the search box opens the page of the event.
     if let Ok(id) = filters.q.trim().parse::<EventId>()
         && events::find(state.bus(), &caller, filters.q.trim(), None)
             .await

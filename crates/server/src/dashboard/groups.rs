@@ -1,4 +1,4 @@
-//! Groups: how far each has come, and why it waits.
+//! The pages of groups: the lag of each, and the reasons why events wait.
 
 use std::collections::BTreeMap;
 
@@ -147,12 +147,12 @@ fn figure(label: &str, value: &str, note: &str) -> Markup {
     html! { div.card.figure { div.label { (label) } div.value { (value) } div.note { (note) } } }
 }
 
-/// Paused groups; none where the engine cannot pause.
+/// The paused groups; empty if the engine cannot pause, or after an error.
 async fn paused(state: &AppState) -> BTreeMap<GroupName, PausedGroup> {
     state.bus().paused_groups().await.unwrap_or_default()
 }
 
-/// Every reason that is known, the most telling first.
+/// The known reasons why events wait, the most important first.
 fn reasons(
     state: &AppState,
     group: &GroupInfo,

@@ -1,8 +1,8 @@
-//! Icons: lines on a grid of 24, in the colour of the text.
+//! Icons as SVG: lines on a 24 by 24 grid, in the colour of the text.
 
 use maud::{Markup, PreEscaped, html};
 
-/// An icon by its path.
+/// The SVG of an icon with these paths.
 fn icon(path: &'static str) -> Markup {
     html! {
         svg viewBox="0 0 24 24" fill="none" stroke="currentColor" stroke-width="1.8"

@@ -1,4 +1,4 @@
-//! One job: its graph now or at a past moment, why each task waits, its time line, and what can be done about it.
+//! The page of one job: its graph now or at a past time, why each task waits, its time line, and its actions.
 
 use std::sync::Arc;
 
@@ -18,13 +18,13 @@ use super::parts;
 use crate::auth::{Caller, Scope};
 use crate::state::AppState;
 
-/// Larger graphs are not drawn: a person could not read them.
+/// Graphs with more tasks are not drawn: a person could not read them.
 const DRAWN: usize = 250;
-/// Tasks in the table.
+/// How many tasks are in the table.
 const LISTED: usize = 300;
-/// Tasks whose events are in the time line.
+/// How many tasks have their events in the time line.
 const FOLLOWED: usize = 100;
-/// Events in the time line.
+/// How many events are in the time line.
 const MOMENTS: usize = 400;
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -49,7 +49,7 @@ pub(super) async fn show(
     let status = jobs.job(&id).await?;
     let tasks = jobs.job_tasks(&id).await?;
     let picture = match status.state {
-        // It was never a graph of its own.
+        // A refused job has no graph.
         JobState::Refused => None,
         _ => Some(jobs.job_graph(&id, at).await?),
     };
@@ -136,7 +136,7 @@ fn graph(
     }
 }
 
-/// Moves the graph to a past moment. Its steps are those of the time line.
+/// The slider that shows the graph at a past time. Its steps are the events of the time line.
 fn slider(moments: &[Moment]) -> Markup {
     let last = moments.len().saturating_sub(1);
     html! {
@@ -164,7 +164,7 @@ fn table(
         Some(TaskState::Completed) => 4,
     };
     let mut order: Vec<usize> = (0..picture.graph.len()).collect();
-    // Those that need a look first, where not all of them fit.
+    // If not all tasks fit, those that need attention come first.
     if order.len() > LISTED {
         order.sort_by_key(|number| rank(picture.states[*number]));
     }
@@ -193,7 +193,7 @@ fn table(
     }
 }
 
-/// What can be done with a task in this state.
+/// The buttons for a task in this state.
 pub(super) fn task_buttons(
     caller: &Caller,
     id: &str,
@@ -219,7 +219,7 @@ struct Moment {
     task: Option<String>,
 }
 
-/// What happened to the job and its tasks, the oldest first; heartbeats change nothing and are left out.
+/// The events of the job and its tasks, the oldest first. Heartbeats are left out.
 async fn moments(jobs: &Jobs, id: &str, tasks: &[TaskStatus]) -> Result<Vec<Moment>> {
     let mut moments = Vec::new();
     let entities = tasks.iter().take(FOLLOWED);

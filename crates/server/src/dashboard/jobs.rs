@@ -1,4 +1,4 @@
-//! The list of jobs with their progress, the health of running tasks, and the schedules.
+//! The page of all jobs: their progress, the health of running tasks, and the schedules.
 
 use axum::extract::{Query, State};
 use axum::response::Response;
@@ -23,16 +23,17 @@ use crate::tasks::of_caller;
 
 const PAGE: usize = 50;
 
-/// The tasks and jobs that a page is about.
+/// The tenant whose tasks and jobs a page shows.
 pub(super) struct Chosen {
     pub(super) jobs: Jobs,
-    /// Every tenant, for a caller who may see them all.
+    /// Every tenant, for a caller of all tenants; else empty.
     pub(super) tenants: Vec<String>,
     of_one: bool,
 }
 
 impl Chosen {
-    /// The tenant of the address; else the caller's own; else the default one, or the first one that has any.
+    /// Chooses the tenant: the one in the URL, or the tenant of the caller, or the default tenant. If the default
+    /// tenant has no tasks, the first tenant that has some.
     pub(super) async fn of(
         state: &AppState,
         caller: &Caller,
@@ -56,7 +57,7 @@ impl Chosen {
         })
     }
 
-    /// The tenant as a parameter of addresses; empty where it need not be said.
+    /// The tenant as a query parameter; empty if it is not needed.
     pub(super) fn tenant(&self) -> &str {
         match self.of_one || self.jobs.tenant() == DEFAULT_TENANT {
             true => "",
@@ -78,7 +79,7 @@ impl Chosen {
         self.link(&format!("/tasks/{}", percent_of(id)), &[])
     }
 
-    /// Chooses among tenants, where there are several.
+    /// The form that chooses a tenant, if there are several.
     pub(super) fn tenant_form(&self, path: &str) -> Markup {
         html! {
             @if self.tenants.len() > 1 {
@@ -97,12 +98,12 @@ impl Chosen {
     }
 }
 
-/// One part of a path: a slash of an id must not divide it.
+/// Encodes an id as one segment of a path: also its slashes are encoded.
 pub(super) fn percent_of(id: &str) -> String {
     percent_encoded(id).replace('/', "%2F")
 }
 
-/// The three lists of this place.
+/// The tabs for the lists of jobs and of tasks.
 pub(super) fn tabs(chosen: &Chosen, current: &str) -> Markup {
     let tabs = [("Jobs", "/jobs"), ("Tasks", "/tasks")];
     html! {
@@ -133,7 +134,7 @@ pub(super) async fn list(
     let found = chosen.jobs.jobs_page(wanted, cursor, PAGE).await?;
     let counts = chosen.jobs.task_counts().await?;
     let health = chosen.jobs.health(&state.options().task_health).await?;
-    // An engine that keeps no values by key has no schedules.
+    // An engine without a key-value store has no schedules.
     let schedules = schedules::all(&state, &caller).await.unwrap_or_default();
     let first = filters.cursor.is_empty();
     let empty = found.items.is_empty() && wanted.is_none() && first;
@@ -225,7 +226,7 @@ fn health_figure(health: &HealthReport) -> Markup {
     }
 }
 
-/// Said if tasks wait and no worker was heard of.
+/// The warning that tasks wait and no worker seems to run.
 pub(super) async fn no_worker(state: &AppState, pending: u64) -> Markup {
     const SILENT: u64 = 60;
     if pending == 0 {

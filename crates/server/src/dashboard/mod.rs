@@ -1,7 +1,7 @@
-//! The dashboard: six pages, rendered here, with small scripts for what moves.
+//! The dashboard: pages rendered by the server, with small scripts for live parts.
 //!
-//! Pages only read. Every action is a request to the API of the same server, which checks it and writes it to the
-//! audit trail.
+//! Pages only read. Every action is a request to the API of the same server, which checks it and writes it to the audit
+//! trail.
 
 mod assets;
 mod dag;
@@ -22,7 +22,7 @@ mod tasks;
 use crate::auth::Scope;
 use crate::routes::{Access, Route};
 
-/// Pages are for callers who may read.
+/// Pages need the scope `read`.
 const READ: Access = Access::Page(Scope::Read);
 
 pub(crate) fn routes() -> Vec<Route> {

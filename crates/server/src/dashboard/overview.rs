@@ -1,4 +1,4 @@
-//! The first page: is everything moving?
+//! The first page: rates, latencies, groups and errors at a glance.
 
 use std::time::Duration;
 
@@ -14,9 +14,9 @@ use crate::auth::Caller;
 use crate::figures::{Overview, Point};
 use crate::state::AppState;
 
-/// Errors that are shown.
+/// How many errors are shown.
 const TALLIES: usize = 6;
-/// How long they may take to count.
+/// How long counting the errors may take.
 const PATIENCE: Duration = Duration::from_millis(200);
 
 pub(super) async fn show(
@@ -153,13 +153,13 @@ fn groups(overview: &Overview) -> Markup {
     }
 }
 
-/// What fails most, by error.
+/// The most frequent errors of dead letters.
 async fn failing(state: &AppState, caller: &Caller) -> Markup {
     let filter = DeadLetterFilter {
         tenant: caller.tenant().map(str::to_owned),
         ..DeadLetterFilter::default()
     };
-    // The first page does not wait for a long count.
+    // The page does not wait for a slow count.
     let tallies = match state.bus().engine().dead_letters() {
         Ok(letters) => timeout(PATIENCE, letters.tally(filter, TALLIES)).await,
         Err(error) => Ok(Err(error)),

@@ -1,4 +1,4 @@
-//! The frame around every page, and pages for what went wrong.
+//! The frame around every page, and the error page.
 
 use axum::response::{IntoResponse, Response};
 use everbus::Error;
@@ -10,7 +10,7 @@ use crate::auth::{Caller, Scope};
 use crate::problem::Problem;
 use crate::state::AppState;
 
-/// A page of the side bar.
+/// An entry of the side bar.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Place {
     Overview,
@@ -53,7 +53,7 @@ impl Place {
         }
     }
 
-    /// The second key after `g`.
+    /// The key that opens the page, after `g`.
     const fn key(self) -> &'static str {
         match self {
             Self::Overview => "o",
@@ -81,7 +81,7 @@ impl Place {
 pub(super) struct Page {
     pub(super) place: Place,
     pub(super) title: String,
-    /// A script besides the one of every page.
+    /// A script in addition to the one that every page has.
     pub(super) script: Option<&'static str>,
     pub(super) body: Markup,
 }
@@ -112,7 +112,7 @@ impl Page {
     }
 }
 
-/// The number beside "Dead letters"; not counted again if that would be slow.
+/// The number beside "Dead letters", from the cached figures.
 async fn dead_letters(state: &AppState, caller: &Caller) -> u64 {
     let groups = state.live().figures().groups().await.unwrap_or_default();
     let own = groups
@@ -136,7 +136,7 @@ fn side(current: Place, caller: &Caller, dead_letters: u64) -> Markup {
             }
             div.foot {
                 div.row {
-                    // Shown by the script that connects: a page that does not follow the log has no connection.
+                    // The script that connects shows this element. A page without live figures has no connection.
                     span.row #live hidden title="The connection for live figures" {
                         span.dot #live-dot {}
                         span #live-text { "connecting" }
@@ -190,7 +190,7 @@ fn keys() -> Markup {
     }
 }
 
-/// A whole document.
+/// A complete HTML document.
 pub(super) fn document(title: &str, script: Option<&'static str>, body: &Markup) -> Html {
     Html(html! {
         (DOCTYPE)
@@ -202,7 +202,7 @@ pub(super) fn document(title: &str, script: Option<&'static str>, body: &Markup)
                 title { (title) " · everbus" }
                 link rel="icon" href="/assets/icon.svg" type="image/svg+xml";
                 link rel="stylesheet" href="/assets/everbus.css";
-                // Before the page is drawn, so that a dark page does not flash.
+                // This script runs before the page is drawn, so that a dark page does not flash.
                 script src="/assets/theme.js" {}
                 script type="module" src="/assets/app.js" {}
                 @if let Some(script) = script {
@@ -214,7 +214,7 @@ pub(super) fn document(title: &str, script: Option<&'static str>, body: &Markup)
     })
 }
 
-/// HTML as an answer.
+/// An HTML response.
 pub(super) struct Html(pub(super) Markup);
 
 impl IntoResponse for Html {
@@ -224,7 +224,7 @@ impl IntoResponse for Html {
     }
 }
 
-/// What went wrong, as a page.
+/// An error, shown as a page.
 pub(super) struct PageError(Problem);
 
 impl From<Problem> for PageError {
@@ -265,7 +265,7 @@ impl IntoResponse for PageError {
     }
 }
 
-/// Whether buttons for operators are shown.
+/// Whether the buttons for operators are shown.
 pub(super) fn may_operate(caller: &Caller) -> bool {
     caller.may(Scope::Operate)
 }

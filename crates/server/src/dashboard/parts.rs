@@ -6,10 +6,10 @@ use serde_json::Value;
 
 use super::icons;
 
-/// Payloads longer than this are cut on a page; the API has all of it.
+/// Longer payloads, in bytes, are cut on a page. The API returns the whole payload.
 const LONGEST_SHOWN: usize = 200_000;
 
-/// How long ago, with the exact time on hover. A script keeps it up to date.
+/// The age of a time, with the exact time on hover. A script keeps it up to date.
 pub(super) fn time(at: Timestamp) -> Markup {
     let text = at.to_string();
     html! { time datetime=(text) title=(text) data-ago { (ago(at)) } }
@@ -35,7 +35,7 @@ fn span_text(seconds: u64) -> String {
     }
 }
 
-/// Milliseconds in the unit that people read.
+/// A duration in milliseconds, shown in a readable unit.
 pub(super) fn millis(millis: u64) -> String {
     match millis {
         0 => "0".to_owned(),
@@ -53,7 +53,7 @@ pub(super) fn latency(of_millis: f64) -> String {
     }
 }
 
-/// A number with thin spaces between its thousands.
+/// A number with thin spaces between groups of three digits.
 pub(super) fn number(n: u64) -> String {
     let digits = n.to_string();
     let mut text = String::with_capacity(digits.len() + 4);
@@ -66,7 +66,7 @@ pub(super) fn number(n: u64) -> String {
     text
 }
 
-/// The last characters of an id: the first ones of neighbouring ids are the same.
+/// The last characters of an id: ids of the same time share their first characters.
 pub(super) fn short_id(id: &str) -> String {
     let shown = id.chars().count();
     if shown <= 14 {
@@ -108,7 +108,7 @@ pub(super) fn state(state: EventState) -> Markup {
     html! { span class=(class) { (text) } }
 }
 
-/// What a list without rows teaches.
+/// The text in place of an empty list, with a command that fills it.
 pub(super) fn empty(title: &str, text: &str, command: Option<&str>) -> Markup {
     html! {
         div.empty {
@@ -120,7 +120,7 @@ pub(super) fn empty(title: &str, text: &str, command: Option<&str>) -> Markup {
     }
 }
 
-/// The payload of an event: JSON with its parts coloured, text, or the length of bytes.
+/// The payload of an event: coloured JSON, text, or the number of bytes.
 pub(super) fn payload(record: &Recorded) -> Markup {
     let bytes = record.event.payload();
     if bytes.is_empty() {
@@ -152,12 +152,12 @@ fn cut(text: &str) -> String {
     format!("{}\n… {} more bytes", &text[..end], text.len() - end)
 }
 
-/// JSON as a person would write it.
+/// Coloured and indented JSON.
 pub(super) fn json(value: &Value) -> Markup {
     html! { pre.code tabindex="0" { (coloured(value, 0)) } }
 }
 
-/// Deeper values are shown on one line: each level costs the page an indentation.
+/// Deeper values are shown on one line, because each level adds an indentation.
 const DEEPEST: usize = 40;
 
 fn coloured(value: &Value, depth: usize) -> Markup {
@@ -189,7 +189,7 @@ fn coloured(value: &Value, depth: usize) -> Markup {
     }
 }
 
-/// A line without axes: how a number moved.
+/// A sparkline: the course of a number, without axes.
 pub(super) fn spark(values: &[u64]) -> Markup {
     let most = values.iter().copied().max().unwrap_or(0).max(1);
     let last = values.len().saturating_sub(1).max(1);

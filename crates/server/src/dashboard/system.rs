@@ -1,4 +1,4 @@
-//! The system: what is promised, what runs, who did what.
+//! The system page: the guarantees of the engine, the running servers, the configuration and the audit trail.
 
 use axum::extract::{Query, State};
 use axum::response::Response;

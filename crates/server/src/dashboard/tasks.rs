@@ -21,9 +21,9 @@ use crate::auth::Caller;
 use crate::state::AppState;
 
 const PAGE: usize = 50;
-/// Events of a task on its page.
+/// How many events of a task are on its page.
 const EVENTS: usize = 200;
-/// Failed attempts of a task on its page.
+/// How many failed attempts of a task are on its page.
 const ATTEMPTS: usize = 50;
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -148,7 +148,7 @@ pub(super) async fn show(
         limit: Some(EVENTS),
         ..EventsQuery::default()
     };
-    // Asked for by their type: heartbeats would push them off the list of events.
+    // The failed attempts are queried separately: many heartbeats would push them out of the list of events.
     let failed = EventsQuery {
         event_type: Some(TaskProcessingFailed::TYPE.to_owned()),
         limit: Some(ATTEMPTS),
@@ -212,7 +212,7 @@ pub(super) async fn show(
     Ok(page.show(&state, &caller).await)
 }
 
-/// The attempts that failed and were tried again, newest first.
+/// The failed attempts with a retryable error, newest first.
 fn failed_attempts(records: &[Arc<Recorded>]) -> Markup {
     let attempts: Vec<(&Arc<Recorded>, TaskProcessingFailed)> = records
         .iter()

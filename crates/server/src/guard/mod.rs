@@ -1,5 +1,5 @@
-//! What surrounds every request: its id, the checks of `Host` and `Origin`, the headers of every answer, and
-//! problem documents for what the router itself refuses.
+//! The code around every request: the request id, the checks of `Host` and `Origin`, the common response headers, and
+//! problem documents for requests that the router refuses.
 
 pub(crate) mod rate;
 
@@ -25,13 +25,13 @@ use crate::timer::ConnectionTimer;
 pub(crate) struct Peer(pub(crate) SocketAddr);
 
 impl Peer {
-    /// Whom a rate limit counts while there is no valid token.
+    /// The key for the rate limit of requests without a valid token.
     pub(crate) fn unnamed(self) -> String {
         format!("address {}", self.0.ip())
     }
 }
 
-/// What a request knows of its connection. It is in the extensions of every request of a server.
+/// The connection of a request. Every request of a server has it in its extensions.
 #[derive(Clone)]
 pub(crate) struct Connection {
     pub(crate) peer: Peer,
@@ -41,10 +41,10 @@ pub(crate) struct Connection {
 }
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// Longer request ids are not used: they end up in every event and log line.
+/// Longer request ids are ignored: the id is copied into every event and log line.
 const LONGEST_ID: usize = 128;
 
-/// Every answer gets at most this many headers.
+/// `finish` adds at most this many headers to a response.
 pub(crate) const MOST_ADDED: usize = 9;
 
 const RESOURCE_POLICY: HeaderName = HeaderName::from_static("cross-origin-resource-policy");
@@ -52,13 +52,13 @@ const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 const FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 
-/// Scripts, styles and images only from the server itself, and no frames. Pages have no inline script or style.
+/// Allows scripts, styles and images only from the server itself, and no frames. Pages have no inline script or style.
 const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                    font-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; \
                    frame-ancestors 'none'; manifest-src 'self'";
 
-// Values are made at compile time: making one checks each of its bytes.
-/// The headers that every answer has, with these values.
+// A `HeaderValue` checks each byte when it is made, so these are made at compile time.
+/// The headers that every response has.
 const FIXED: [(HeaderName, HeaderValue); 5] = [
     (
         header::CONTENT_SECURITY_POLICY,
@@ -77,16 +77,16 @@ const FIXED: [(HeaderName, HeaderValue); 5] = [
 ];
 const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
 
-/// What a client says about the context of a request. It is in the extensions of the request, if there is any.
+/// The context that a client gave with a request. The request has it in its extensions, if there is any.
 #[derive(Clone)]
 pub(crate) struct Context {
-    /// Its request id: the correlation id of what the request publishes. Without one each event has its own, as
-    /// everywhere.
+    /// The request id of the client, which becomes the correlation id of published events. Without it each event has
+    /// its own correlation id.
     pub(crate) correlation_id: Option<Box<str>>,
     pub(crate) trace: Option<TraceContext>,
 }
 
-/// Serves a request of a connection, with everything around it.
+/// Serves a request: checks it, runs the router, and completes the response.
 pub(crate) async fn around(state: &AppState, mut router: Router, mut request: Request) -> Response {
     let given = request_id(request.headers());
     let id = given.as_deref().map_or_else(made_id, visible);
@@ -118,11 +118,11 @@ pub(crate) async fn around(state: &AppState, mut router: Router, mut request: Re
     response
 }
 
-/// What the log says about a request.
+/// The parts of a request that are logged.
 struct Seen {
     method: Method,
     uri: Uri,
-    /// Unless the log leaves requests out.
+    /// The start of the request; `None` if requests are not logged.
     began: Option<Instant>,
 }
 
@@ -149,7 +149,7 @@ impl Seen {
         );
     }
 
-    /// The answer of a handler that panicked.
+    /// The response after a panic in a handler.
     fn panicked(&self) -> Response {
         let path = self.uri.path();
         tracing::error!(target: "everbus::http", %path, "a request handler panicked");
@@ -158,19 +158,19 @@ impl Seen {
     }
 }
 
-/// The id of a request that came without one.
+/// A new id for a request without one.
 fn made_id() -> HeaderValue {
     let mut buffer = [0; 36];
     let id = EventId::new().as_uuid();
     visible(id.hyphenated().encode_lower(&mut buffer))
 }
 
-/// A text of visible ASCII characters as the value of a header.
+/// Makes a header value from a text of visible ASCII characters.
 fn visible(text: &str) -> HeaderValue {
     HeaderValue::from_str(text).unwrap_or(HeaderValue::from_static("-"))
 }
 
-/// Refuses requests that a page of another site may have caused.
+/// Refuses requests that a page of another site may have sent.
 fn admit(state: &AppState, is_open: bool, request: &Request) -> Result<(), Problem> {
     let headers = request.headers();
     if is_open && !is_known_host(state, headers) {
@@ -187,7 +187,7 @@ fn admit(state: &AppState, is_open: bool, request: &Request) -> Result<(), Probl
     check_origin(state, headers)
 }
 
-/// Refuses a request that a page of another site sent. Programs send no `Origin`.
+/// Refuses a request from a page of another site. Programs other than browsers send no `Origin`.
 pub(crate) fn check_origin(state: &AppState, headers: &HeaderMap) -> Result<(), Problem> {
     let foreign = || {
         Problem::forbidden("the request comes from a page of another site")
@@ -231,7 +231,7 @@ fn is_known_host(state: &AppState, headers: &HeaderMap) -> bool {
             .any(|known| name.eq_ignore_ascii_case(known) || host.eq_ignore_ascii_case(known))
 }
 
-/// The origin of a request, if the settings allow it to call from a browser.
+/// The origin of a request, if `server.origins` allows it.
 fn allowed_origin(state: &AppState, headers: &HeaderMap) -> Option<HeaderValue> {
     let origin = headers.get(header::ORIGIN)?;
     let allowed = &state.options().origins;
@@ -266,7 +266,7 @@ fn preflight(origin: &HeaderValue) -> Response {
     response
 }
 
-/// The headers of every answer.
+/// Adds the headers that every response has.
 fn finish(headers: &mut HeaderMap, id: HeaderValue, origin: Option<HeaderValue>) {
     headers.reserve(MOST_ADDED);
     headers.insert(REQUEST_ID, id);
@@ -283,8 +283,8 @@ fn finish(headers: &mut HeaderMap, id: HeaderValue, origin: Option<HeaderValue>)
     }
 }
 
-/// Refusals of the router itself (no such path, no such method, a path that is not UTF-8) are plain texts: they
-/// become problem documents.
+/// Turns a plain text error of the router (no such path, no such method, a path that is not UTF-8) into a problem
+/// document.
 fn as_problem(response: Response) -> Response {
     let status = response.status();
     let kind = response.headers().get(header::CONTENT_TYPE);
@@ -315,7 +315,7 @@ fn as_problem(response: Response) -> Response {
     response
 }
 
-/// The id that the client gave, if it is usable: 1 to 128 visible ASCII characters.
+/// The request id of the client, if it is valid: 1 to 128 visible ASCII characters.
 fn request_id(headers: &HeaderMap) -> Option<String> {
     let given = headers.get(REQUEST_ID)?.to_str().ok()?;
     let usable = (1..=LONGEST_ID).contains(&given.len()) && !given.contains([' ', '\t']);

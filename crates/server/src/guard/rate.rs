@@ -8,10 +8,10 @@ use parking_lot::Mutex;
 
 use crate::problem::Problem;
 
-/// With more callers than this all buckets are filled again: a limit must not become a leak.
+/// With more callers all buckets are dropped, which fills them again. This bounds the memory.
 const MOST_CALLERS: usize = 10_000;
 
-/// Requests per second of each caller, with a burst of one second.
+/// Limits the requests per second of each caller. A burst may have the requests of one second.
 pub(crate) struct RateLimits {
     per_second: Option<f64>,
     buckets: Mutex<HashMap<String, Bucket>>,
@@ -30,7 +30,7 @@ impl RateLimits {
         }
     }
 
-    /// Counts a request of a caller, or refuses it. The name of the caller is made only if there is a limit.
+    /// Counts a request of a caller, or refuses it. `caller` is only called if there is a limit.
     pub(crate) fn take(&self, caller: impl FnOnce() -> String) -> Result<(), Problem> {
         let Some(rate) = self.per_second else {
             return Ok(());

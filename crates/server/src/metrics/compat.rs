@@ -1,4 +1,4 @@
-//! The names of other systems for the same numbers, for dashboards and alerts that exist already.
+//! The same metrics under the names of other systems, for existing dashboards and alerts.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use everbus::{BusStats, GroupInfo};
 use super::family::{Family, Kind, Labels, Value};
 use crate::options::MetricsCompat;
 
-/// Adds the families of the chosen names.
+/// Adds the metric families with the names of another system.
 pub(crate) fn add(
     compat: MetricsCompat,
     families: &mut BTreeMap<String, Family>,
@@ -148,7 +148,7 @@ fn series<'a>(
         .flat_map(|family| &family.series)
 }
 
-/// The event types behind the labels of streams. Two types with one label are counted under the first.
+/// Maps the label of a stream back to the event type. If two types have the same label, the first one is used.
 struct Types(BTreeMap<String, String>);
 
 impl Types {
@@ -161,7 +161,7 @@ impl Types {
         Self(types)
     }
 
-    /// The single label of a series: the event type instead of the stream.
+    /// Replaces all labels of a series by one label with the event type.
     fn labels(&self, name: &str, labels: &Labels) -> Labels {
         let stream = labels.iter().find(|(name, _)| name == "stream");
         let stream = stream.map_or("", |(_, stream)| stream.as_str());

@@ -1,8 +1,8 @@
-//! Metric families as values: what a scrape shows, before it is written as text.
+//! Metric families as values, before they are written as text.
 
 use std::collections::BTreeMap;
 
-/// Names and values, in the order in which they are shown.
+/// The names and values of labels, in the order in which they are written.
 pub(crate) type Labels = Vec<(String, String)>;
 
 /// What a family measures.
@@ -26,7 +26,7 @@ impl Kind {
     }
 }
 
-/// All series of one name.
+/// All series with one name.
 #[derive(Clone, Debug)]
 pub(crate) struct Family {
     pub(crate) name: String,
@@ -39,9 +39,9 @@ pub(crate) struct Family {
 /// The value of one series.
 #[derive(Clone, Debug)]
 pub(crate) enum Value {
-    /// Of a counter or a gauge.
+    /// The value of a counter or a gauge.
     Number(f64),
-    /// Of a histogram.
+    /// The value of a histogram.
     Distribution(Distribution),
 }
 
@@ -50,7 +50,7 @@ pub(crate) enum Value {
 pub(crate) struct Distribution {
     /// The upper bounds.
     pub(crate) bounds: Vec<f64>,
-    /// One per bound, and one for larger values. Not cumulative.
+    /// One count per bound, and one for larger values. The counts are not cumulative.
     pub(crate) counts: Vec<u64>,
     pub(crate) sum: f64,
 }
@@ -60,7 +60,7 @@ impl Distribution {
         self.counts.iter().sum()
     }
 
-    /// The same values in another unit.
+    /// Converts the values to another unit.
     pub(crate) fn times(mut self, factor: f64) -> Self {
         self.bounds.iter_mut().for_each(|bound| *bound *= factor);
         self.sum *= factor;
@@ -79,7 +79,7 @@ impl Family {
         }
     }
 
-    /// Adds to a series: several sources may share its labels.
+    /// Adds a value to a series. Values with the same labels are summed.
     pub(crate) fn add(&mut self, labels: Labels, value: Value) {
         match (self.series.get_mut(&labels), value) {
             (Some(Value::Number(sum)), Value::Number(more)) => *sum += more,

@@ -1,4 +1,4 @@
-//! Metrics at `/metrics`: what the bus counts, and what is looked up at the scrape.
+//! Metrics at `/metrics`: the counters of the bus, and values that are read at the scrape.
 
 mod compat;
 mod family;
@@ -38,7 +38,7 @@ async fn scrape(State(state): State<AppState>, headers: HeaderMap) -> Result<Res
         .get(header::ACCEPT)
         .and_then(|accept| accept.to_str().ok());
     let format = Format::accepted(accept);
-    // The groups first: looking at them sets the gauges of the lag.
+    // The groups come first: inspecting them sets the gauges of the lag.
     let groups = state.live().figures().groups().await?;
     let mut families = state.live().figures().metrics().families();
     let looked_up = [
@@ -61,7 +61,7 @@ async fn scrape(State(state): State<AppState>, headers: HeaderMap) -> Result<Res
     Ok(([(header::CONTENT_TYPE, format.content_type())], text).into_response())
 }
 
-/// More series than this of one family are counted together, as `other`.
+/// With this many series in a family, further ones are counted together as `other`.
 const MOST_SERIES: usize = 1000;
 
 /// Open dead letters by stream and group.
@@ -81,8 +81,8 @@ fn dead_letters(groups: &[GroupInfo]) -> Family {
     family
 }
 
-/// Open dead letters of a group by the label of their stream. Types without any are left out: their number has no
-/// bound.
+/// Open dead letters of a group by the label of their stream. Types without dead letters are left out: the number of
+/// types is unbounded.
 pub(crate) fn lags(group: &GroupInfo) -> BTreeMap<String, u64> {
     let mut by_stream = BTreeMap::new();
     let dead = group.types.iter().filter(|(_, lag)| lag.dead_letters > 0);
@@ -164,7 +164,7 @@ async fn outbox(state: &AppState) -> Vec<Family> {
     vec![rows, age]
 }
 
-/// Running tasks by health, and tasks that wait for a worker for too long, of every tenant.
+/// Running tasks by health, and tasks that wait too long for a worker, summed over all tenants.
 async fn task_health(state: &AppState) -> Vec<Family> {
     let Ok(jobs) = state.jobs() else {
         return Vec::new();
@@ -263,7 +263,7 @@ pub(crate) fn quantile_millis(counts: &[u64], q: f64) -> f64 {
         below = reached;
         lower = bound;
     }
-    // Beyond the last bound nothing more is known.
+    // The values are larger than the last bound, so the bound is the best answer.
     lower * 1000.0
 }
 

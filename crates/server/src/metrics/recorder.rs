@@ -1,6 +1,6 @@
-//! Keeps every series that the bus reports to the `metrics` facade, in fixed memory per series.
+//! The recorder for the `metrics` facade: it keeps every series that the bus reports, in fixed memory per series.
 //!
-//! Histograms have fixed buckets, so that nothing has to be drained between two scrapes.
+//! Histograms have fixed buckets, so nothing has to be drained between two scrapes.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,8 +37,8 @@ struct Series {
 static INSTALLED: OnceLock<Metrics> = OnceLock::new();
 
 impl Metrics {
-    /// Installs the recorder of this process, and returns it. Call it before the bus is opened: a bus reports
-    /// to the recorder that it finds then. A second call returns the same recorder.
+    /// Installs the recorder of this process, and returns it. Call this before the bus is opened: a bus reports to the
+    /// recorder that is installed at that time. A second call returns the same recorder.
     pub fn install() -> Self {
         let metrics = INSTALLED.get_or_init(|| {
             let metrics = Self::default();
@@ -110,7 +110,7 @@ impl Series {
     }
 }
 
-/// The unit as the last word of a name: OpenMetrics wants the two to agree.
+/// The unit as a suffix of metric names: OpenMetrics requires that unit and name agree.
 fn unit_suffix(unit: Unit) -> Option<&'static str> {
     match unit {
         Unit::Seconds => Some("seconds"),
@@ -175,7 +175,7 @@ impl CounterFn for Count {
     }
 }
 
-/// The bits of an `f64`.
+/// A gauge: the bits of an `f64`.
 #[derive(Default)]
 struct Level(AtomicU64);
 
@@ -210,7 +210,7 @@ impl GaugeFn for Level {
 struct Buckets {
     /// One per bound, and one for everything above the last.
     counts: [AtomicU64; BOUNDS.len() + 1],
-    /// Nanoseconds.
+    /// The sum of the values, in nanoseconds.
     sum: AtomicU64,
 }
 

@@ -40,12 +40,12 @@ pub(crate) fn write<'a>(format: Format, families: impl IntoIterator<Item = &'a F
     text
 }
 
-/// Writing to a `String` cannot fail, so that the results are not looked at.
+/// Writes one family. Writing to a `String` cannot fail, so the results are ignored.
 fn write_family(text: &mut String, format: Format, family: &Family) {
     let name = family.name.as_str();
     let strict = format == Format::OpenMetrics;
-    // In OpenMetrics the family of a counter has no suffix, and each sample of it has one. A counter whose specified
-    // name has none keeps its name, and has no type there.
+    // In OpenMetrics the name of a counter family has no `_total`, but each sample has it. A counter whose name is
+    // specified without `_total` keeps its name, and gets the type `unknown`.
     let (base, kind) = match (family.kind, strict) {
         (Kind::Counter, true) => match name.strip_suffix("_total") {
             Some(base) => (base, Kind::Counter.as_str()),
@@ -90,7 +90,7 @@ fn write_distribution(text: &mut String, name: &str, labels: &Labels, of: &Distr
     let _ = writeln!(text, " {count}");
 }
 
-/// OpenMetrics wants bounds as floating point numbers: `1.0`, not `1`.
+/// A bound as text. OpenMetrics requires floating point numbers: `1.0`, not `1`.
 fn bound_text(bound: f64) -> String {
     format!("{:?}", (bound * 1e9).round() / 1e9)
 }
@@ -171,7 +171,7 @@ mod tests {
         assert!(text.ends_with("# EOF\n"));
     }
 
-    /// Names that a specification gives stay as they are in every format.
+    /// Names from a specification are the same in every format.
     #[test]
     fn a_counter_without_the_suffix_keeps_its_name() {
         let mut family = Family::new("events_skipped", Kind::Counter, "Skipped");

@@ -17,21 +17,21 @@ use crate::auth::{Caller, Scope};
 use crate::options::WebSocketLimits;
 use crate::state::AppState;
 
-/// A client that does not take a frame within this time is gone.
+/// A client that does not accept a frame within this time counts as gone.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Frames that are sent before the client is listened to again.
+/// How many frames are sent before messages of the client are read again.
 const FRAMES_AT_ONCE: usize = 64;
-/// How often figures are sent.
+/// How often the figures of the overview are sent.
 const FIGURES_EVERY: Duration = Duration::from_secs(1);
-/// How often the token of a connection is looked at.
+/// How often the token of a connection is checked.
 const VALID_EVERY: Duration = Duration::from_secs(2);
 /// The longest name of a subscription.
 const LONGEST_ID: usize = 128;
 
-/// Why a connection ends.
+/// The end of a connection: its close code and last message.
 struct Ending {
     code: u16,
-    /// The last message, if the client is there to read one.
+    /// The last message; `None` if the client has left.
     last: Option<String>,
 }
 
@@ -85,7 +85,7 @@ pub(super) async fn serve(
         };
         socket.send(Message::Close(Some(frame))).await
     };
-    // A client that does not read cannot be told.
+    // A client that does not read does not get the message.
     let _ = timeout(Duration::from_secs(1), said).await;
 }
 
@@ -95,15 +95,15 @@ struct Connection {
     limits: WebSocketLimits,
     outbox: Arc<Outbox>,
     subscriptions: HashMap<Arc<str>, AbortHandle>,
-    /// What the client holds of durable groups.
+    /// The leases that the client holds, for each subscription of a durable group.
     groups: HashMap<Arc<str>, Arc<Held>>,
-    /// One for each subscription; dropping the connection ends them.
+    /// One task for each subscription. Dropping the connection ends them.
     tasks: JoinSet<Arc<str>>,
     heartbeat: Heartbeat,
     budget: Budget,
     /// When a frame was last sent.
     sent: Instant,
-    /// When the token is looked at.
+    /// Ticks when the token has to be checked.
     valid: tokio::time::Interval,
 }
 
@@ -138,7 +138,7 @@ impl Connection {
         }
     }
 
-    /// A token that was revoked or has expired ends the connection.
+    /// Ends the connection if the token was revoked or has expired.
     async fn still_valid(&self) -> Result<(), Ending> {
         if self.caller.is_valid(&self.state).await {
             return Ok(());
@@ -147,7 +147,7 @@ impl Connection {
         Err(Ending::new(close_code::POLICY, "revoked", detail))
     }
 
-    /// Sends what waits.
+    /// Sends the waiting frames, up to [`FRAMES_AT_ONCE`].
     async fn send(&mut self, socket: &mut WebSocket) -> Result<(), Ending> {
         for _ in 0..FRAMES_AT_ONCE {
             if self.outbox.is_slow() {
@@ -185,7 +185,7 @@ impl Connection {
                 self.heartbeat.pong();
                 return Ok(());
             }
-            // Answered by the protocol itself; a flood of them counts like any other message.
+            // The WebSocket library answers pings. They count against the budget like other messages.
             Some(Ok(Message::Ping(_))) => return self.within_budget(),
             Some(Ok(Message::Binary(_))) => {
                 let detail = "messages are JSON in text frames";
@@ -199,7 +199,7 @@ impl Connection {
         Ok(())
     }
 
-    /// A frame that cannot be read: too large, or no WebSocket.
+    /// The ending for a frame that cannot be read: it is too large, or malformed.
     fn broken(&self, error: &axum::Error) -> Ending {
         let text = error.to_string();
         if text.contains("too long") || text.contains("too big") || text.contains("Space limit") {
@@ -243,7 +243,7 @@ impl Connection {
         }
     }
 
-    /// Ends the subscriptions, and gives back what the client held.
+    /// Ends the subscriptions, and gives back the leases of the client.
     async fn leave(&mut self) {
         self.tasks.shutdown().await;
         for held in self.groups.values() {
@@ -363,7 +363,7 @@ impl Connection {
     }
 }
 
-/// Sends one message; a client that does not take it in time is gone.
+/// Sends one message. A client that does not accept it in time counts as gone.
 async fn write(socket: &mut WebSocket, message: Message) -> Result<(), Ending> {
     match timeout(WRITE_TIMEOUT, socket.send(message)).await {
         Ok(Ok(())) => Ok(()),
@@ -371,12 +371,12 @@ async fn write(socket: &mut WebSocket, message: Message) -> Result<(), Ending> {
     }
 }
 
-/// Passes events on until the connection ends.
+/// Sends the events of a subscription until the connection ends.
 async fn send_events(mut follow: Follow, id: Arc<str>, outbox: Arc<Outbox>) -> Arc<str> {
     loop {
         let behind = follow.is_behind();
         match follow.next().await {
-            // Events of the past wait for room. A client that only follows must keep up.
+            // Past events wait until the client has room. For live events the client must keep up.
             Ok(events) if behind => outbox.past_events(&id, &events).await,
             Ok(events) => outbox.events(&id, &events),
             Err(error) => {
@@ -387,7 +387,7 @@ async fn send_events(mut follow: Follow, id: Arc<str>, outbox: Arc<Outbox>) -> A
     }
 }
 
-/// Sends the figures of the overview as they change.
+/// Sends the figures of the overview every second.
 async fn send_figures(
     state: AppState,
     caller: Caller,
@@ -408,20 +408,20 @@ async fn send_figures(
     }
 }
 
-/// What the heartbeat asks for.
+/// The next action of the heartbeat.
 enum Beat {
     /// Send a ping.
     Ping,
-    /// This many pings in a row had no answer in time.
+    /// This many pings in a row were not answered in time.
     Missed(u32),
 }
 
-/// A ping at fixed times; the answer is due a while after it.
+/// Sends a ping at a fixed interval, and checks that the answer comes in time.
 struct Heartbeat {
     every: Duration,
     patience: Duration,
     ping_at: Instant,
-    /// When the answer to the last ping is due, if it has not come.
+    /// When the answer to the last ping is due; `None` once it has come or was missed.
     due: Option<Instant>,
     missed: u32,
 }
@@ -430,7 +430,8 @@ impl Heartbeat {
     fn new(limits: &WebSocketLimits) -> Self {
         Self {
             every: limits.ping_every,
-            patience: limits.pong_within,
+            // A pong is due before the next ping, so that every ping counts.
+            patience: limits.pong_within.min(limits.ping_every),
             ping_at: Instant::now() + limits.ping_every,
             due: None,
             missed: 0,
@@ -442,7 +443,7 @@ impl Heartbeat {
         self.missed = 0;
     }
 
-    /// Waits for the next beat. Dropping the future changes nothing.
+    /// Waits for the next beat. The future may be dropped at any time.
     async fn next(&mut self) -> Beat {
         match self.due {
             Some(due) if due <= self.ping_at => {
@@ -462,7 +463,7 @@ impl Heartbeat {
     }
 }
 
-/// A token bucket: a second's worth of messages at once, then as many per second.
+/// A token bucket for messages: a burst may have the messages of one second.
 struct Budget {
     per_second: f64,
     left: f64,

@@ -1,4 +1,4 @@
-//! Follows the log: first everything after a cursor, then events as they are stored, without a gap between.
+//! Follows the log: first all events after a cursor, then events as they are stored, without a gap.
 //!
 //! One task per server reads the end of the log for all followers and serialises each event once. A follower that
 //! begins earlier, or that falls behind, reads the log itself until it has caught up.
@@ -10,18 +10,18 @@ use everbus::{Bus, Code, Cursor, Error, Pattern, Recorded, Result, StartFrom};
 use tokio::sync::broadcast::error::{RecvError, TryRecvError};
 use tokio::sync::{Mutex, broadcast};
 
-/// Batches that a follower may fall behind before it reads the log itself.
+/// How many batches a follower may be behind before it reads the log itself.
 const BUFFER: usize = 512;
-/// Events of one batch: followers are woken once for all of them.
+/// How many events are in one live batch, at most. Followers are woken once per batch.
 const LIVE: usize = 64;
-/// Events that are read or passed on at once.
+/// How many events a follower reads or returns at once.
 const BATCH: usize = 256;
-/// The reader of the end of the log stops this long after its last follower.
+/// The shared reader stops at most this long after its last follower has left.
 const LINGER: Duration = Duration::from_secs(5);
-/// After an error of the engine the reader waits this long.
+/// The pause of the reader after an error of the engine.
 const AFTER_ERROR: Duration = Duration::from_millis(500);
 
-/// An event and its JSON, which is made once for all followers.
+/// An event, and its JSON, which is serialised once for all followers.
 pub(crate) struct Live {
     pub(crate) record: Arc<Recorded>,
     json: OnceLock<Arc<str>>,
@@ -39,7 +39,7 @@ impl Live {
     pub(crate) fn json(&self) -> Arc<str> {
         let make = || match serde_json::to_string(&*self.record) {
             Ok(json) => json.into(),
-            // Texts, numbers and checked JSON: this cannot fail.
+            // A record has only texts, numbers and valid JSON: this cannot fail.
             Err(_) => "null".into(),
         };
         self.json.get_or_init(make).clone()
@@ -70,7 +70,7 @@ impl Hub {
         tenant: Option<String>,
         from: Begin,
     ) -> Result<Follow> {
-        // First, so that no event is stored between the end of catching up and the first live one.
+        // The live subscription comes first, so that no event is missed between catching up and the first live event.
         let live = self.subscribe().await?;
         let log = self.bus.log()?;
         let cursor = match from {
@@ -87,7 +87,7 @@ impl Hub {
         })
     }
 
-    /// Events from now on. The position of the reader is known when this returns.
+    /// Subscribes to live events. When this returns, the start position of the reader is fixed.
     async fn subscribe(self: &Arc<Self>) -> Result<Receiver> {
         let mut reading = self.reading.lock().await;
         if let Some(sender) = &*reading {
@@ -100,7 +100,7 @@ impl Hub {
         Ok(receiver)
     }
 
-    /// Ends the reader if it has no followers. Under the lock of `subscribe`, so that none is missed.
+    /// Ends the reader if it has no followers. It takes the lock of `subscribe`, so that no new follower is missed.
     async fn is_over(&self, sender: &Sender) -> bool {
         let mut reading = self.reading.lock().await;
         let over = sender.receiver_count() == 0;
@@ -134,7 +134,7 @@ async fn read_end(hub: Weak<Hub>, sender: Sender, mut cursor: Cursor) {
                     batch.push(Arc::new(Live::new(whole(&hub.bus, record).await)));
                 }
                 if !batch.is_empty() {
-                    // Without followers there is no receiver; that is looked at below.
+                    // Without followers the send fails. The check for followers is below.
                     let _ = sender.send(batch.into());
                 }
             }
@@ -153,7 +153,7 @@ async fn read_end(hub: Weak<Hub>, sender: Sender, mut cursor: Cursor) {
     }
 }
 
-/// Every event: a lone `*` leaves out those of the bus itself.
+/// The patterns for every event: `*` alone does not match `system.` events.
 fn everything() -> Vec<Pattern> {
     ["*", "system.>"]
         .iter()
@@ -161,7 +161,7 @@ fn everything() -> Vec<Pattern> {
         .collect()
 }
 
-/// The complete event; one whose large part cannot be had is shown as it is in the log.
+/// The complete event. If its large part cannot be loaded, the event as it is in the log.
 async fn whole(bus: &Bus, record: Arc<Recorded>) -> Arc<Recorded> {
     if record.event.overflow().is_none() {
         return record;
@@ -172,9 +172,9 @@ async fn whole(bus: &Bus, record: Arc<Recorded>) -> Arc<Recorded> {
 /// Where a follower begins.
 #[derive(Clone, Debug)]
 pub(crate) enum Begin {
-    /// After this cursor: it had everything up to it.
+    /// After this cursor: the follower has all earlier events.
     After(Cursor),
-    /// At the end, the beginning, the last event or a time.
+    /// At the end, at the beginning, at the last event, or at a time.
     At(StartFrom),
 }
 
@@ -209,17 +209,17 @@ pub(crate) struct Follow {
 }
 
 impl Follow {
-    /// Everything up to here was returned, or does not match.
+    /// The cursor of this follower: all matching events up to it were returned.
     pub(crate) fn cursor(&self) -> &Cursor {
         &self.cursor
     }
 
-    /// Whether the log itself is being read: the follower sets the pace, and nothing is lost if it waits.
+    /// Whether this follower reads the log itself. Then it can read at its own pace and loses nothing if it waits.
     pub(crate) fn is_behind(&self) -> bool {
         self.behind
     }
 
-    /// Waits for the next matching events. Dropping the future loses nothing.
+    /// Waits for the next matching events. The future may be dropped at any time: no event is lost.
     pub(crate) async fn next(&mut self) -> Result<Vec<Followed>> {
         loop {
             let events = if self.behind {
@@ -272,7 +272,7 @@ impl Follow {
         Ok(events)
     }
 
-    /// Events from the end of the log: those that were read already are left out.
+    /// Adds live events. Events that were returned before are left out.
     fn take(&mut self, batch: &[Arc<Live>], events: &mut Vec<Followed>) {
         for event in batch {
             let position = event.record.position;

@@ -17,28 +17,28 @@ use crate::auth::Caller;
 use crate::problem::Problem;
 use crate::state::AppState;
 
-/// Events that a client has and has not acked; more are not sent.
+/// How many unsettled events a client may hold.
 const WINDOW: usize = 64;
-/// How long one look for events waits.
+/// How long one fetch waits for events.
 const WAIT_MS: u64 = 20_000;
-/// After an error of the engine the next look waits this long.
+/// The pause before the next fetch after an error of the engine.
 const AFTER_ERROR: Duration = Duration::from_secs(1);
-/// Leases last this long, and are extended while the connection lives.
+/// The length of a lease, and of each extension while the connection is open. The configuration file may set another
+/// length for the first lease of an event.
 const LEASE: Duration = Duration::from_secs(30);
 const EXTEND_EVERY: Duration = Duration::from_secs(10);
-/// A client that has not acked an event after this time does not get its lease extended any more: another client gets
-/// the event.
+/// The lease of an event that was not settled after this time is not extended any more: another client gets the event.
 const LONGEST: Duration = Duration::from_secs(15 * 60);
 
-/// What one client holds of a group.
+/// The leases that one client holds in a group.
 pub(super) struct Held {
     group: String,
     leases: Mutex<HashMap<String, Holding>>,
-    /// A lease was settled: there is room.
+    /// Notified when leases were settled: there is room for more events.
     settled: Notify,
 }
 
-/// One event that the client has.
+/// One lease: when the client got it, and when it expires.
 #[derive(Clone, Copy)]
 struct Holding {
     since: Instant,
@@ -54,7 +54,7 @@ impl Held {
         })
     }
 
-    /// Waits until the client may have more events, and returns how many.
+    /// Waits until the client may hold more events. Returns how many.
     async fn room(&self) -> usize {
         loop {
             let room = {
@@ -65,7 +65,7 @@ impl Held {
             if room > 0 {
                 return room;
             }
-            // Leases also end by themselves.
+            // The timeout is needed because leases also expire.
             let _ = tokio::time::timeout(LEASE, self.settled.notified()).await;
         }
     }
@@ -83,7 +83,7 @@ impl Held {
             if leases.is_empty() {
                 continue;
             }
-            // After an error the next round tries again; until then the leases hold.
+            // After an error the next round tries again; the leases last longer than one round.
             let Ok(answers) = extend_for(state, caller, &self.group, &leases, LEASE).await else {
                 continue;
             };
@@ -94,14 +94,14 @@ impl Held {
                     (Err(_), Some(_)) => {
                         held.remove(lease);
                     }
-                    // Settled meanwhile.
+                    // The client settled the event meanwhile.
                     (_, None) => {}
                 }
             }
         }
     }
 
-    /// Settles events with one verdict, and returns how many of them it was applied to.
+    /// Settles events with one verdict. Returns for how many of them this succeeded.
     pub(super) async fn settle(
         &self,
         state: &AppState,
@@ -127,11 +127,11 @@ impl Held {
         Ok(answers.iter().filter(|answer| answer.is_ok()).count())
     }
 
-    /// Gives back what a client held when it left.
+    /// Releases all leases of a client that has left.
     pub(super) async fn release(&self, state: &AppState, caller: &Caller) {
         let leases: Vec<String> = self.leases.lock().keys().cloned().collect();
         if !leases.is_empty() {
-            // Leases that cannot be given back end by themselves.
+            // Leases that cannot be released expire by themselves.
             let _ = self.settle(state, caller, leases, "release", None).await;
         }
     }
@@ -165,6 +165,8 @@ async fn send_events(
         patterns: wanted.patterns,
         start_from: wanted.from,
         wait_ms: WAIT_MS,
+        // Extensions count on this lease, not on a shorter one that the group may have.
+        lease_ms: Some(u64::try_from(LEASE.as_millis()).unwrap_or(u64::MAX)),
         ..FetchRequest::default()
     };
     let mut first = true;
@@ -172,10 +174,11 @@ async fn send_events(
         request.max = Some(held.room().await);
         match fetch_for(&state, &caller, &held.group, &request).await {
             Ok(items) => {
-                // Declared by the first look.
+                // The first fetch has declared the patterns.
                 request.patterns.clear();
                 first = false;
-                // All of them first: those that wait for room are kept as well.
+                // All leases are noted before the first send: the sends may wait for room, and the leases must be
+                // extended meanwhile.
                 let now = Instant::now();
                 let holding = Holding {
                     since: now,
@@ -195,7 +198,7 @@ async fn send_events(
                     outbox.text_in_turn(message.to_string()).await;
                 }
             }
-            // A group that cannot be had is an answer; later the engine may only be busy.
+            // An error of the first fetch ends the subscription. Later errors may be temporary.
             Err(problem) if first => {
                 outbox.text(protocol::refused_by(&id, &problem));
                 return id;

@@ -1,4 +1,4 @@
-//! The WebSocket at `/ws`: events as they are stored, to many clients, within limits.
+//! The WebSocket at `/ws`: sends events as they are stored to many clients, within limits.
 
 mod connection;
 pub(crate) mod follow;
@@ -53,7 +53,7 @@ async fn upgrade(
         .protocols([PROTOCOL])
         .max_frame_size(limits.frame_bytes)
         .max_message_size(limits.frame_bytes)
-        // A frame that is being written counts against the same bound as those that wait.
+        // Frames are written without a buffer, so that all waiting bytes are in the outbox and count against its limit.
         .write_buffer_size(0)
         .on_upgrade(move |socket| async move {
             connection::serve(socket, state, caller, limits).await;

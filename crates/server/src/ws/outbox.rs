@@ -1,4 +1,4 @@
-//! The messages that wait for a client. Sends are coalesced: what comes within 20 ms goes out together.
+//! The messages that wait for a client. Messages that come within 20 ms are sent together.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use tokio::sync::Notify;
 
 use super::follow::Followed;
 
-/// More bytes than this do not wait for one client, however few messages they are.
+/// A client with more waiting bytes than this counts as slow, however few messages they are.
 const MOST_BYTES: usize = 8 << 20;
-/// A frame ends once it has this many bytes. A single larger event still fits.
+/// A frame with several events has at most about this many bytes. A larger event has its own frame.
 const FRAME_BYTES: usize = 64 << 10;
 
-/// One message on its way.
+/// One waiting message.
 enum Item {
-    /// A whole message.
+    /// A complete message.
     Text(String),
     /// An event of a subscription, and the cursor after it.
     Event {
@@ -40,7 +40,7 @@ impl Item {
 struct Waiting {
     items: VecDeque<Item>,
     bytes: usize,
-    /// The client did not keep up; nothing more is taken.
+    /// Whether the client did not keep up. Then no more messages are added.
     slow: bool,
 }
 
@@ -48,14 +48,14 @@ struct Waiting {
 pub(crate) struct Outbox {
     most: usize,
     waiting: Mutex<Waiting>,
-    /// There is something to send.
+    /// Notified when there is something to send.
     filled: Notify,
-    /// There is room again.
+    /// Notified when there is room again.
     emptied: Notify,
 }
 
 impl Outbox {
-    /// For at most this many messages.
+    /// An outbox for at most this many messages.
     pub(crate) fn new(most: usize) -> Self {
         Self {
             most,
@@ -65,17 +65,17 @@ impl Outbox {
         }
     }
 
-    /// Adds an answer. A client that asks faster than it reads is slow as well.
+    /// Adds a message. If the outbox is full, the client is marked as slow.
     pub(crate) fn text(&self, text: String) {
         self.add([Item::Text(text)]);
     }
 
-    /// Adds events as they come. A client that does not keep up is marked as slow.
+    /// Adds live events. If the outbox is full, the client is marked as slow.
     pub(crate) fn events(&self, subscription: &Arc<str>, events: &[Followed]) {
         self.add(items(subscription, events));
     }
 
-    /// Adds events of the past, each once there is room: the client sets the pace.
+    /// Adds past events. Waits for room before each, so the client sets the pace.
     pub(crate) async fn past_events(&self, subscription: &Arc<str>, events: &[Followed]) {
         for item in items(subscription, events) {
             self.room().await;
@@ -83,13 +83,13 @@ impl Outbox {
         }
     }
 
-    /// Adds a message once there is room.
+    /// Waits for room, then adds a message.
     pub(crate) async fn text_in_turn(&self, text: String) {
         self.room().await;
         self.text(text);
     }
 
-    /// Waits until half of the room is free.
+    /// Waits until half of the outbox is free, or the client is slow.
     async fn room(&self) {
         loop {
             let room = self.emptied.notified();
@@ -119,7 +119,7 @@ impl Outbox {
         self.filled.notify_one();
     }
 
-    /// Waits until there is something to send, or the client is slow. Dropping the future loses nothing.
+    /// Waits until there is something to send, or the client is slow. The future may be dropped at any time.
     pub(crate) async fn ready(&self) {
         loop {
             {
@@ -137,7 +137,7 @@ impl Outbox {
         self.waiting.lock().slow
     }
 
-    /// The next frame: a message, or neighbouring events of one subscription.
+    /// The next frame: one message, or several consecutive events of one subscription.
     pub(crate) fn frame(&self) -> Option<String> {
         let mut waiting = self.waiting.lock();
         let first = waiting.items.pop_front()?;
@@ -201,5 +201,5 @@ fn quoted(text: &str) -> String {
     serde_json::to_string(text).unwrap_or_else(|_| "\"\"".to_owned())
 }
 
-/// When the next frame may go out: at once after a pause, and otherwise 20 ms after the last one.
+/// The minimum time between two sends. After a longer pause a frame is sent at once.
 pub(crate) const COALESCE: Duration = Duration::from_millis(20);

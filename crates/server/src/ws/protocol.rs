@@ -12,29 +12,29 @@ use crate::problem::Problem;
 pub(crate) enum Inbound {
     /// Adds a subscription.
     Subscribe(Subscribe),
-    /// Removes one.
+    /// Removes a subscription.
     Unsubscribe {
         /// Its id.
         id: String,
     },
-    /// Events of a durable group are handled.
+    /// Events of a durable group were handled.
     Ack {
         /// The subscription.
         id: String,
-        /// The leases that came with them.
+        /// The leases of the events.
         leases: Vec<String>,
     },
-    /// Events of a durable group failed; they come again, by the policy of the group.
+    /// Events of a durable group failed. They are retried by the policy of the group.
     Nack {
         /// The subscription.
         id: String,
-        /// The leases that came with them.
+        /// The leases of the events.
         leases: Vec<String>,
         /// What went wrong, for the record.
         #[serde(default)]
         error: Option<String>,
     },
-    /// Asks for a sign of life.
+    /// Asks for an answer, to check the connection.
     Ping {
         /// Returned with the answer.
         #[serde(default)]
@@ -46,9 +46,9 @@ pub(crate) enum Inbound {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Subscribe {
-    /// Names it in every message; unique in the connection.
+    /// The id of the subscription in every message. It is unique in the connection.
     pub(crate) id: String,
-    /// Event types. Everything but `system.` if it is left out.
+    /// Patterns of event types. Default: all but `system.` events; for a group, the patterns it has.
     #[serde(default)]
     pub(crate) patterns: Vec<String>,
     /// Only events of this tenant.
@@ -60,7 +60,7 @@ pub(crate) struct Subscribe {
     /// `new` (the default), `first`, `last` or a time.
     #[serde(default)]
     pub(crate) from: Option<String>,
-    /// Consume as this durable group: each event comes with a lease and waits for its ack.
+    /// Consume as this durable group: each event comes with a lease and must be acked.
     #[serde(default)]
     pub(crate) group: Option<String>,
     /// Figures instead of events: `overview`.
@@ -78,7 +78,7 @@ impl Subscribe {
     }
 }
 
-/// Patterns from their texts; everything if there are none.
+/// Parses patterns. Without any: all but `system.` events.
 pub(crate) fn patterns(texts: &[String]) -> Result<Vec<Pattern>> {
     if texts.is_empty() {
         return Ok(vec!["*".parse()?]);
@@ -86,7 +86,7 @@ pub(crate) fn patterns(texts: &[String]) -> Result<Vec<Pattern>> {
     texts.iter().map(|text| text.parse()).collect()
 }
 
-/// Where to begin: after a cursor, or at a named place.
+/// Parses where to begin: after a cursor, or at a named place or time.
 pub(crate) fn begin(after: Option<&str>, from: Option<&str>) -> Result<Begin> {
     match (after, from) {
         (Some(cursor), _) => Ok(Begin::After(cursor.parse()?)),
@@ -94,7 +94,7 @@ pub(crate) fn begin(after: Option<&str>, from: Option<&str>) -> Result<Begin> {
     }
 }
 
-/// What the server sends, except data, which is put together from events that are JSON already.
+/// The messages of the server, except data: those are built from events that are already JSON.
 #[derive(Debug, Serialize)]
 #[serde(tag = "type", rename_all = "lowercase")]
 pub(crate) enum Outbound<'a> {
@@ -122,12 +122,12 @@ pub(crate) enum Outbound<'a> {
 
 impl Outbound<'_> {
     pub(crate) fn text(&self) -> String {
-        // Texts only: serialising them cannot fail.
+        // The message has only texts: serialising it cannot fail.
         serde_json::to_string(self).unwrap_or_default()
     }
 }
 
-/// A status without an error.
+/// A status message without an error code.
 pub(crate) fn status(status: &'static str, detail: &str) -> String {
     Outbound::Status {
         status,

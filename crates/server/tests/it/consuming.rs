@@ -514,6 +514,35 @@ async fn a_command_that_hangs_is_killed_with_its_children() {
     api.stop().await;
 }
 
+// conformance: operations/exec-background: a command has ended when it exits, also if a process that it left keeps its pipes open
+#[tokio::test]
+async fn a_command_that_leaves_a_process_behind_has_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let pid = dir.path().join("pid");
+    let config = format!(
+        "consumers:
+  leaves:
+    stream: order.placed
+    processing_timeout: 600
+    exec: {{command: [sh, -c, 'sleep 600 & echo $! > {}']}}
+",
+        pid.display()
+    );
+    let api = Api::with(Some(&config), |_| {}).await;
+    let id = api.publish(None, "order.placed").await;
+    until("the ack", async || {
+        let got = api.get(&format!("/v1/events/{id}"), None).await.ok(200);
+        let groups = got["groups"].as_array()?.clone();
+        let group = groups.iter().find(|g| g["group"] == "leaves")?;
+        (group["state"] == "done").then_some(())
+    })
+    .await;
+    let left = std::fs::read_to_string(&pid).unwrap();
+    let left = rustix::process::Pid::from_raw(left.trim().parse().unwrap()).unwrap();
+    rustix::process::kill_process(left, rustix::process::Signal::KILL).unwrap();
+    api.stop().await;
+}
+
 #[tokio::test]
 async fn dead_letters_are_retried_in_bulk_after_a_preview() {
     let api = Api::start().await;

@@ -1,4 +1,4 @@
-//! What a child writes: its reports, its output, the end of its standard error. All of it is bounded.
+//! Collects what a child writes: its reports, its output, the end of its standard error. All of it is bounded.
 
 use super::report::{Report, ReportedActivity, ReportedError};
 use crate::events::{Json, Usage};
@@ -7,15 +7,15 @@ use crate::events::{Json, Usage};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OutputKind {
-    /// The last line is JSON; or all lines together are. Without a line the output is `null`. Anything else is
-    /// a failure.
+    /// The last line is JSON, or all lines together are. Without any line the output is `null`. Anything else is a
+    /// failure.
     #[default]
     Json,
     /// All lines are one text.
     Text,
     /// There is no output: what the child writes is dropped.
     Nothing,
-    /// JSON that the child writes to the file descriptor whose number is in `EVERBUS_OUTPUT_FD`. Of standard output only
+    /// The child writes JSON to the file descriptor whose number is in `EVERBUS_OUTPUT_FD`. From standard output only
     /// reports are read.
     Descriptor,
 }
@@ -25,7 +25,7 @@ pub enum OutputKind {
 pub(super) struct Output {
     kind: OutputKind,
     limit: usize,
-    /// How much was written.
+    /// How many bytes the child has written.
     written: usize,
     /// The lines that are not reports.
     text: Vec<u8>,
@@ -35,7 +35,7 @@ pub(super) struct Output {
     pub(super) usage: Option<Usage>,
     pub(super) error: Option<ReportedError>,
     explicit: Option<Json>,
-    /// What was written to a descriptor of its own.
+    /// The bytes from the separate descriptor for the output.
     apart: Vec<u8>,
 }
 
@@ -48,7 +48,7 @@ impl Output {
         }
     }
 
-    /// Adds what was read. Returns whether the limit is exceeded; what is beyond it is dropped.
+    /// Adds bytes that were read. Returns true if the limit is exceeded; the bytes are dropped then.
     pub(super) fn add(&mut self, bytes: &[u8]) -> bool {
         self.written = self.written.saturating_add(bytes.len());
         if self.written > self.limit {
@@ -63,7 +63,7 @@ impl Output {
         false
     }
 
-    /// Adds what was read from a descriptor of its own, as [`add`](Self::add).
+    /// Like [`add`](Self::add), for bytes from the separate descriptor.
     pub(super) fn add_apart(&mut self, bytes: &[u8]) -> bool {
         self.written = self.written.saturating_add(bytes.len());
         if self.written > self.limit {
@@ -73,7 +73,7 @@ impl Output {
         false
     }
 
-    /// The last line may have no newline.
+    /// Ends the last line, which may have no newline.
     pub(super) fn finish(&mut self) {
         if self.line < self.text.len() {
             self.end_line();
@@ -122,7 +122,7 @@ impl Output {
             OutputKind::Json => {
                 let last = text.rsplit(|byte| *byte == b'\n').next().unwrap_or(text);
                 let parsed = serde_json::from_slice(last).or_else(|error| {
-                    // A document over several lines.
+                    // The output may be one document over several lines.
                     serde_json::from_slice(text).map_err(|_| error)
                 });
                 parsed.map_err(|error| {
@@ -153,7 +153,7 @@ impl Tail {
 
     pub(super) fn add(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
-        // Cut at twice the limit, so that small writes do not move all of it each time.
+        // The buffer is cut only at twice the limit: cutting it at each small write would move all bytes each time.
         if self.bytes.len() > 2 * self.limit {
             self.cut();
         }
@@ -167,7 +167,7 @@ impl Tail {
         }
     }
 
-    /// The text. Control characters other than line breaks and tabs are replaced: it is shown on terminals.
+    /// The text. Control characters are replaced, except line breaks and tabs: the text is shown on terminals.
     pub(super) fn text(&mut self) -> String {
         self.cut();
         let text = String::from_utf8_lossy(&self.bytes);

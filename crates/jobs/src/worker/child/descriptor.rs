@@ -1,4 +1,4 @@
-//! A file descriptor of its own for the output of a child, so that standard output is free for other things.
+//! A separate file descriptor for the output of a child, so that standard output is free for other text.
 
 use std::io;
 use std::os::fd::AsRawFd as _;
@@ -10,14 +10,14 @@ use tokio::net::unix::pipe::Receiver;
 
 use super::collect::OutputKind;
 
-/// The variable with the number of the descriptor.
+/// The environment variable with the number of the descriptor.
 pub(super) const VARIABLE: &str = "EVERBUS_OUTPUT_FD";
 
-/// A descriptor that a child inherits can be inherited by every child that is started at that moment. Such a child is
-/// started while no other is.
+/// While a descriptor is inheritable, every child that is started inherits it. So a child with such a descriptor takes
+/// the write lock: no other child is started at the same time.
 static STARTING: RwLock<()> = RwLock::new(());
 
-/// Starts a child, with a pipe for its output if it is to have one.
+/// Starts a child, with a separate pipe for its output if the kind is `Descriptor`.
 pub(super) fn spawn(
     command: &mut Command,
     kind: OutputKind,
@@ -32,7 +32,7 @@ pub(super) fn spawn(
     let alone = STARTING.write();
     rustix::io::fcntl_setfd(&writer, FdFlags::empty())?;
     let child = command.spawn();
-    // The child has its own; this process must not pass on a second one.
+    // The child has its copy. This process closes its own before another child can inherit it.
     drop(writer);
     drop(alone);
     Ok((child?, Some(reader)))

@@ -1,4 +1,4 @@
-//! The end of a process: waiting for it without reaping it, so that its process group can still be killed safely.
+//! The end of a process. The wait does not reap the process, so that its process group can still be killed safely.
 
 use std::fmt;
 use std::io;
@@ -12,9 +12,9 @@ use super::orphans::Watched;
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Exit {
-    /// By itself, with this code.
+    /// The process ended by itself, with this code.
     Code(i32),
-    /// By this signal.
+    /// The process was ended by this signal.
     Signal(i32),
 }
 
@@ -49,7 +49,7 @@ impl fmt::Display for Exit {
     }
 }
 
-/// The names of the signals that end processes.
+/// The name of a signal that ends processes.
 fn signal_name(signal: i32) -> Option<&'static str> {
     let known = [
         (Signal::HUP, "SIGHUP"),
@@ -72,20 +72,20 @@ fn signal_name(signal: i32) -> Option<&'static str> {
     found.map(|(_, name)| *name)
 }
 
-/// A started process that has not been reaped: its id cannot belong to another process meanwhile.
+/// A started process that has not been reaped: no other process can have its id yet.
 pub(super) struct Process {
     child: Child,
     pid: Pid,
     reaped: bool,
     /// `None` once it was reaped.
     watched: Option<Watched>,
-    /// `None` while it is opened.
+    /// `None` until the descriptor of the process is opened.
     #[cfg(target_os = "linux")]
     ended: Option<tokio::io::unix::AsyncFd<rustix::fd::OwnedFd>>,
 }
 
 impl Process {
-    /// Takes charge of a child. If that fails, the child is killed: no child runs without supervision.
+    /// Begins to supervise a child. If that fails, the child is killed: no child runs without supervision.
     pub(super) fn new(mut child: Child, mut watched: Watched) -> io::Result<Self> {
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
         let Some(pid) = pid else {
@@ -94,7 +94,7 @@ impl Process {
             return Err(io::Error::other("a child without a process id"));
         };
         watched.running(pid);
-        // From here on a return drops it, which kills and reaps.
+        // From here on, an early return drops `this`, which kills and reaps the child.
         #[allow(unused_mut, reason = "it is complete on other systems than Linux")]
         let mut this = Self {
             child,
@@ -108,8 +108,8 @@ impl Process {
         {
             use rustix::process::{PidfdFlags, pidfd_open};
             let fd = pidfd_open(pid, PidfdFlags::NONBLOCK)?;
-            // Deprecated for types that may change their descriptor; an `OwnedFd` keeps it, and the function in
-            // its place is unsafe.
+            // The function is deprecated because some types may change their descriptor. An `OwnedFd` does not, and the
+            // replacement is unsafe.
             #[allow(deprecated)]
             let fd = tokio::io::unix::AsyncFd::with_interest(fd, tokio::io::Interest::READABLE)?;
             this.ended = Some(fd);
@@ -121,10 +121,10 @@ impl Process {
         self.pid
     }
 
-    /// Waits until the process has ended. It is not reaped. Dropping the future loses nothing.
+    /// Waits until the process has ended, without reaping it. The future may be dropped at any time.
     #[cfg(target_os = "linux")]
     pub(super) async fn ended(&self) -> io::Result<()> {
-        // A file descriptor of a process is readable once the process has ended, and stays so.
+        // A pidfd becomes readable when the process ends, and stays readable.
         match &self.ended {
             Some(ended) => ended.readable().await.map(drop),
             None => Err(io::Error::other("a child that is not supervised")),
@@ -150,13 +150,13 @@ impl Process {
 
     /// Signals every process of the group.
     pub(super) fn signal(&self, signal: Signal) {
-        // The group may have ended in this moment.
+        // The group may have ended already: the error is ignored.
         let _ = kill_process_group(self.pid, signal);
     }
 
-    /// Kills what is left of the group and reaps the process. Only after [`ended`](Self::ended), or it blocks.
+    /// Kills the rest of the group and reaps the process. Blocks if the process has not [`ended`](Self::ended).
     pub(super) fn reap(&mut self) -> io::Result<Exit> {
-        // Before the process is reaped: afterwards its id may belong to another group.
+        // The kill comes before the reaping: afterwards the id may belong to another group.
         self.signal(Signal::KILL);
         self.watched = None;
         self.reaped = true;
@@ -165,10 +165,10 @@ impl Process {
 }
 
 impl Drop for Process {
-    /// The supervision ended early, for example because the runtime ends.
+    /// Kills and reaps the process if the supervision ended early, for example with the runtime.
     fn drop(&mut self) {
         if !self.reaped {
-            // SIGKILL cannot be ignored, so this waits for a moment only.
+            // SIGKILL cannot be ignored, so the wait is short.
             let _ = self.reap();
         }
     }

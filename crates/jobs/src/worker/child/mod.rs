@@ -1,12 +1,12 @@
-//! One child process, from its start to its end: a process group of its own, a cleared environment, limits, and a
-//! kill that reaches every process of the group.
+//! One child process, from its start to its end: with its own process group, a cleared environment, limits, and a kill
+//! that reaches every process of the group.
 //!
-//! The rules that a child follows are in the book, in the chapter on workers:
+//! The rules for a child, which the chapter on workers in the book explains:
 //!
-//! - Standard input has the input of the task as JSON, and then ends.
+//! - Standard input gives the input of the task as JSON, and then ends.
 //! - A line on standard output that begins with `{"everbus":` is a report; see [`Report`](report::Report).
-//! - The last other line of standard output is the output of the task, as JSON; or, with [`OutputKind::Descriptor`],
-//!   what it writes to a descriptor of its own.
+//! - The last other line of standard output is the output of the task, as JSON. With [`OutputKind::Descriptor`] the
+//!   output is what the child writes to a separate descriptor.
 //! - Exit code 0 means that the task is completed.
 
 mod collect;
@@ -39,15 +39,15 @@ pub const ALLOWED: [&str; 8] = [
 pub struct ChildLimits {
     /// How long it may run (200,000 ms).
     pub timeout: Duration,
-    /// How long it has to end by itself after SIGTERM, before SIGKILL (5 s).
+    /// The time between SIGTERM and SIGKILL (5 s).
     pub grace: Duration,
-    /// How many bytes it may write to standard output, reports included (16 MiB). A child that writes more is
-    /// killed.
+    /// How many bytes the child may write to standard output, including reports, and to the separate descriptor (16
+    /// MiB). A child that writes more is killed.
     pub output: usize,
     /// How many of the last bytes of standard error are kept (4 KiB). A child may write any number of them.
     pub stderr_tail: usize,
-    /// How much memory each of its processes may allocate, in bytes: the data limit of the kernel. Linux only;
-    /// elsewhere a child with this limit is not started.
+    /// How much memory each process of the child may allocate, in bytes (`RLIMIT_DATA`). On systems other than Linux a
+    /// child with this limit is not started.
     pub memory: Option<u64>,
 }
 
@@ -140,7 +140,7 @@ impl ChildCommand {
         self
     }
 
-    /// Passes a variable of the worker's environment on, in addition to [`ALLOWED`].
+    /// Passes on a variable of the worker's environment, in addition to [`ALLOWED`].
     #[must_use]
     pub fn allow_env(mut self, name: impl Into<String>) -> Self {
         self.allowed.insert(name.into());
@@ -183,7 +183,7 @@ impl ChildCommand {
         &self.program
     }
 
-    /// Starts a child with this input. The variables come on top of the others.
+    /// Starts a child with this input. The variables are added to the others, and replace those with the same name.
     ///
     /// Must be called inside a tokio runtime. The child is killed if the returned handle is dropped.
     pub fn start<'a>(
@@ -194,7 +194,7 @@ impl ChildCommand {
         self.start_within(self.limits, variables, input)
     }
 
-    /// As [`start`](Self::start), with other limits.
+    /// Like [`start`](Self::start), with other limits.
     pub(crate) fn start_within<'a>(
         &self,
         limits: ChildLimits,
@@ -221,7 +221,7 @@ impl ChildCommand {
         if let Some(directory) = &self.directory {
             command.current_dir(directory);
         }
-        // A group of its own, so that a kill reaches everything that the child starts.
+        // The child gets its own process group, so that a kill also reaches the processes that it starts.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         Running::start(&mut command, watched, limits, self.output, input)
     }

@@ -1,13 +1,13 @@
-//! No child outlives its worker. A worker that is killed cannot kill its children, and another worker starts their tasks
-//! again: two children would run one task.
+//! No child outlives its worker. A killed worker cannot kill its children, and another worker starts their tasks again:
+//! two children would run one task.
 //!
 //! A helper process, one for each worker, knows the process groups of the running children. It reads them from a pipe
 //! that only the worker holds. When the pipe ends, the worker has ended, and the helper kills the groups that are left.
 //!
-//! A worker may be killed after it has started a child and before it has named its group. The helper therefore knows a
-//! mark of each child that is being started. The mark is in the environment of the child, and on Linux the helper kills
-//! the processes that carry it. A child that has been named is known by its group alone: what it leaves behind on purpose,
-//! in a session of its own, goes on.
+//! A worker may be killed after it has started a child and before it has told the helper the process group. So each
+//! child that is being started has a mark in its environment, which the helper knows. On Linux the helper kills the
+//! processes that have the mark. Once the helper knows the group, it uses only the group: a daemon that the child
+//! started on purpose, in its own session, continues.
 
 use std::io::{self, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -18,11 +18,12 @@ use parking_lot::Mutex;
 use rustix::process::Pid;
 use uuid::Uuid;
 
-/// The variable in the environment of a child with its mark.
+/// The environment variable with the mark of a child.
 pub(super) const MARK: &str = "EVERBUS_CHILD";
 
-/// Keeps marks and groups in lists with a blank before and after each. At the end it kills the groups that are left. Then
-/// it looks for the marks that are left, twice: a child that is being started gets its environment a moment later.
+/// The helper. It keeps marks and groups in lists, with a blank before and after each entry. When the pipe ends, it
+/// kills the remaining groups. Then it searches twice for processes with the remaining marks: a child that is being
+/// started gets its environment a moment later.
 const SCRIPT: &str = r#"
 starts=" "
 groups=" "
@@ -47,16 +48,16 @@ for pause in 0 1; do
 done
 "#;
 
-/// The helper of this process; `None` inside if it could not be started or has ended.
+/// The helper of this process; `None` if it could not be started or has ended.
 static HELPER: OnceLock<Mutex<Option<Helper>>> = OnceLock::new();
 
 struct Helper {
-    /// Reaped if it ends too early.
+    /// Kept to reap the helper if it ends too early.
     child: Child,
     pipe: ChildStdin,
 }
 
-/// A child that the helper kills if this process dies. Dropping it says that the child has ended.
+/// A child that the helper kills if this process dies. Dropping the value tells the helper that the child has ended.
 #[derive(Debug)]
 pub(super) struct Watched {
     mark: Uuid,
@@ -65,7 +66,7 @@ pub(super) struct Watched {
 }
 
 impl Watched {
-    /// Tells the helper that a child is being started. Its environment must have the [mark](Self::mark).
+    /// Tells the helper that a child is being started. The environment of the child must have the [mark](Self::mark).
     pub(super) fn starting() -> Self {
         let mark = Uuid::new_v4();
         tell(format_args!("starting {mark}"));
@@ -77,7 +78,7 @@ impl Watched {
         self.mark.to_string()
     }
 
-    /// Tells the helper the group of the child.
+    /// Tells the helper the process group of the child.
     pub(super) fn running(&mut self, group: Pid) {
         tell(format_args!(
             "running {} {}",
@@ -104,7 +105,7 @@ fn helper() -> &'static Mutex<Option<Helper>> {
 fn tell(change: std::fmt::Arguments<'_>) {
     let mut helper = helper().lock();
     let Some(running) = &mut *helper else { return };
-    // One write: a line must not be cut by the end of this process.
+    // The line is one write, so that the end of this process cannot cut it.
     if let Err(error) = running.pipe.write_all(format!("{change}\n").as_bytes()) {
         tracing::warn!(target: "everbus::worker", %error, "the helper that kills the children of a dead worker has ended");
         let _ = running.child.wait();
@@ -127,7 +128,7 @@ fn start() -> io::Result<Helper> {
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
-        // A signal of the terminal must not end it before the worker.
+        // A signal from the terminal must not end the helper before the worker.
         .process_group(0)
         .spawn()?;
     let pipe = child.stdin.take();

@@ -1,4 +1,4 @@
-//! What a child reports while it runs: lines on standard output that begin with `{"everbus":`.
+//! The reports of a running child: lines on standard output that begin with `{"everbus":`.
 //!
 //! ```text
 //! {"everbus":"activity","type":"step_running","stepName":"color-tags"}
@@ -16,20 +16,20 @@ use crate::events::{Json, Usage};
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Report {
-    /// What it does now. The last one goes into the next heartbeat.
+    /// The current activity. The last one is in the next heartbeat.
     Activity(ReportedActivity),
-    /// What it has used so far. The last one goes into `Task Completed`.
+    /// The tokens used so far. The last report is in `Task Completed`.
     Usage(Usage),
-    /// Why it will fail. The last one decides if the exit code is not 0.
+    /// The reason of a failure. The last report counts, if the exit code is not 0.
     Error(ReportedError),
-    /// Its output. It goes before the last line.
+    /// The output of the task. It replaces the last line as the output.
     Output {
         /// The output.
         value: Json,
     },
 }
 
-/// What a child does.
+/// The activity that a child reported.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ReportedActivity {
@@ -45,10 +45,11 @@ fn step_running() -> String {
     "step_running".to_owned()
 }
 
-/// Why a child failed.
+/// The error that a child reported.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct ReportedError {
-    /// One of the categories of a failure. Without it, the message is classified like standard error.
+    /// The name of an [`ErrorCategory`](crate::events::ErrorCategory). Without it, the message is classified like
+    /// standard error.
     #[serde(default)]
     pub category: Option<String>,
     /// The message.
@@ -72,7 +73,7 @@ impl Report {
             value: Json,
         }
         let Tag { everbus } = read(line)?;
-        // Not an enum with this tag: serde would not keep the output as it was written.
+        // A tagged serde enum would not keep the text of the output unchanged.
         match everbus.as_str() {
             "activity" => read(line).map(Self::Activity),
             "usage" => read(line).map(Self::Usage),

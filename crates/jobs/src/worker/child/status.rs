@@ -1,4 +1,4 @@
-//! How much memory a process uses, from `/proc`. Other systems have no such file, and then it is unknown.
+//! The memory use of a process, from `/proc`. It is unknown on systems without `/proc`.
 
 use rustix::process::Pid;
 
@@ -10,7 +10,7 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Reads the memory of a process. `None` if it has ended.
+    /// Reads the memory of a process. `None` if the process has ended, or without `/proc`.
     pub(super) fn of(pid: Pid) -> Option<Self> {
         let path = format!("/proc/{}/status", pid.as_raw_nonzero());
         Self::parse(&std::fs::read_to_string(path).ok()?)

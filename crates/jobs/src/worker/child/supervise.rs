@@ -1,4 +1,4 @@
-//! Runs a child to its end: feeds it, reads from it, and stops it when it is told to or a limit is reached.
+//! Runs a child to its end: writes its input, reads its output, and stops it on an order or at a limit.
 
 use std::io;
 use std::process::Command;
@@ -23,13 +23,14 @@ use super::report::{ReportedActivity, ReportedError};
 use super::status::Memory;
 use crate::events::{Json, Usage};
 
-/// The first and the longest time between two looks at the memory of a child.
+/// The first and the longest interval between two readings of the memory of a child.
 const FIRST_LOOK: Duration = Duration::from_millis(10);
 const LONGEST_LOOK: Duration = Duration::from_secs(10);
-/// Output is often written just before the end: the memory is looked at then, but not more often than this.
+/// The memory is also read when the child writes output, which is often just before its end; but not more often than
+/// this.
 const LOOK_AT_OUTPUT: Duration = Duration::from_millis(20);
-/// How long the pipes may stay open after the child has ended and its group was killed. Only a process that left
-/// the group can hold them.
+/// How long the pipes may stay open after the child has ended and its group was killed. Only a process that left the
+/// group can keep them open.
 const DRAIN: Duration = Duration::from_millis(500);
 const CHUNK: usize = 16 * 1024;
 
@@ -41,20 +42,20 @@ pub enum Stopped {
     Timeout,
     /// It wrote too much to standard output.
     TooMuchOutput,
-    /// The lease of its task was lost: another worker may run the task already.
+    /// The lease of the task was lost: another worker may run the task already.
     LeaseLost,
     /// Its task was cancelled.
     Cancelled,
-    /// The worker stops, and the task goes back.
+    /// The worker stops, and the task goes back to the group.
     Shutdown,
 }
 
 /// The last signal that was sent to a stopped child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopSignal {
-    /// It ended in time after SIGTERM.
+    /// The child ended in time after SIGTERM.
     Term,
-    /// It was killed.
+    /// The child was killed with SIGKILL.
     Kill,
 }
 
@@ -73,19 +74,19 @@ impl StopSignal {
 pub struct Ended {
     /// How it ended.
     pub exit: Exit,
-    /// Why and with which signal it was stopped, if it did not end by itself.
+    /// The reason and the last signal, if the child was stopped.
     pub stopped: Option<(Stopped, StopSignal)>,
     /// How long it ran.
     pub elapsed: Duration,
     /// The output of the task, or why there is none.
     pub output: Result<Json, String>,
-    /// What it reported to have used.
+    /// The tokens that the child reported as used.
     pub usage: Option<Usage>,
     /// The last error that it reported.
     pub error: Option<ReportedError>,
     /// The end of its standard error.
     pub stderr: String,
-    /// The most memory that it was seen to use, in bytes; 0 where the system does not tell.
+    /// The peak memory that was read, in bytes; 0 on systems without `/proc`.
     pub peak_memory: u64,
 }
 
@@ -98,11 +99,11 @@ pub struct Running {
     pid: u32,
     orders: watch::Sender<Option<Order>>,
     shared: Arc<Shared>,
-    /// `None` once its result was taken.
+    /// `None` once the result was taken.
     task: Option<JoinHandle<io::Result<Ended>>>,
 }
 
-/// What the task and the handle of a child share.
+/// The state that the supervising task and the handle share.
 #[derive(Debug, Default)]
 struct Shared {
     activity: Mutex<LastActivity>,
@@ -119,11 +120,11 @@ impl Shared {
     }
 }
 
-/// An order to stop.
+/// An order to stop the child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Order {
     why: Stopped,
-    /// How long the child has to end by itself after SIGTERM; zero: it is killed at once.
+    /// The time between SIGTERM and SIGKILL. Zero: SIGKILL at once.
     grace: Duration,
 }
 
@@ -182,7 +183,7 @@ impl Running {
         self.pid
     }
 
-    /// The memory that it used when it was last looked at, in bytes.
+    /// The resident memory of the child, in bytes. It is read now; for a child that has ended it is the last value.
     pub fn resident_memory(&self) -> u64 {
         if let Some(pid) = i32::try_from(self.pid).ok().and_then(Pid::from_raw) {
             self.shared.look(pid);
@@ -195,7 +196,8 @@ impl Running {
         self.shared.activity.lock().clone()
     }
 
-    /// Asks it to end: SIGTERM, and SIGKILL after this time, for the whole group. The first reason is kept.
+    /// Stops the child and its group: SIGTERM, then SIGKILL after `grace`. A second call can only shorten the grace;
+    /// the reason of the first call is kept.
     pub fn stop(&self, why: Stopped, grace: Duration) {
         self.orders.send_if_modified(|order| match order {
             None => {
@@ -215,7 +217,7 @@ impl Running {
         self.stop(why, Duration::ZERO);
     }
 
-    /// Waits for its end. Dropping the future loses nothing. The end is returned once.
+    /// Waits for the end of the child. The future may be dropped at any time. The result is returned once.
     pub async fn ended(&mut self) -> io::Result<Ended> {
         let Some(task) = &mut self.task else {
             return Err(io::Error::other("the end of this child was taken already"));
@@ -242,7 +244,7 @@ fn limit_memory(pid: Pid, bytes: u64) -> io::Result<()> {
         maximum: Some(bytes),
     };
     match prlimit(Some(pid), Resource::Data, limit) {
-        // It has ended already.
+        // `SRCH`: the process has ended already.
         Ok(_) | Err(rustix::io::Errno::SRCH) => Ok(()),
         Err(error) => Err(error.into()),
     }
@@ -252,16 +254,16 @@ struct Pipes {
     stdin: Option<ChildStdin>,
     stdout: Option<ChildStdout>,
     stderr: Option<ChildStderr>,
-    /// The descriptor of its own for the output.
+    /// The separate descriptor for the output.
     apart: Option<Receiver>,
     input: Vec<u8>,
 }
 
-/// What a child is stopped by.
+/// The stop of a child that is under way.
 struct Stopping {
     why: Stopped,
     signal: StopSignal,
-    /// When it is killed.
+    /// When SIGKILL is sent.
     kill_at: Instant,
 }
 
@@ -320,7 +322,7 @@ impl Supervision {
                             (Some(order), None) => {
                                 stopping = Some(self.begin_stop(&process, order));
                             }
-                            // More haste than before.
+                            // A later order can only make the kill earlier.
                             (Some(order), Some(stopping)) => {
                                 let at = Instant::now() + order.grace;
                                 stopping.kill_at = stopping.kill_at.min(at);
@@ -341,7 +343,7 @@ impl Supervision {
                 }
             }
             let elapsed = self.started.elapsed();
-            // Kills what is left of the group, so that the pipes end.
+            // This also kills the rest of the group, so that the pipes end.
             let exit = process.reap()?;
             if !transferred {
                 let _ = tokio::time::timeout(DRAIN, transfer).await;
@@ -376,7 +378,7 @@ impl Supervision {
         }
     }
 
-    /// Moves everything through the pipes, until all of them have ended.
+    /// Writes the input and reads all outputs, until all pipes have ended.
     async fn transfer(&self, pipes: Pipes) {
         let Pipes {
             stdin,
@@ -387,7 +389,7 @@ impl Supervision {
         } = pipes;
         let feed = async {
             if let Some(mut stdin) = stdin {
-                // A child need not read its input.
+                // A child does not have to read its input: the error is ignored.
                 let _ = stdin.write_all(&input).await;
             }
         };
@@ -438,7 +440,7 @@ impl Supervision {
     }
 }
 
-/// Reads a piece. Returns false at the end.
+/// Reads the next piece into `chunk`. Returns false at the end.
 async fn read(pipe: &mut (impl AsyncReadExt + Unpin), chunk: &mut Vec<u8>) -> bool {
     chunk.clear();
     matches!(pipe.read_buf(chunk).await, Ok(read) if read > 0)
