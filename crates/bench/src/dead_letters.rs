@@ -34,7 +34,7 @@ pub(crate) async fn measure(bench: &Bench) -> Result<Figure> {
     for _ in 0..PAGES {
         first.push(page(&bus, 100, 0, None).await?.0);
     }
-    // From four places far in, so that no page is in the cache because of the one before.
+    // From four places deep in the list, so that most pages are not in the cache.
     let mut deep = Vec::new();
     for quarter in [1, 2, 3, 4] {
         let skip = usize::try_from(letters / 5 * quarter).unwrap_or(usize::MAX);

@@ -7,13 +7,13 @@ use crate::Rates;
 /// One measured scenario. Fields that do not apply are `None`, `null` in JSON.
 #[derive(Debug, Default, Serialize)]
 pub struct Figure {
-    /// Its name.
+    /// The name of the scenario.
     pub scenario: &'static str,
-    /// Everbus.
+    /// The rate of Everbus.
     pub events_per_s: Option<f64>,
-    /// The raw loop beside it.
+    /// The rate of the raw loop.
     pub raw_events_per_s: Option<f64>,
-    /// The first divided by the second.
+    /// The rate of Everbus divided by that of the raw loop.
     pub ratio: Option<f64>,
     /// The median, in microseconds.
     pub p50_us: Option<f64>,
@@ -21,18 +21,18 @@ pub struct Figure {
     pub p99_us: Option<f64>,
     /// Resident memory.
     pub rss_mib: Option<f64>,
-    /// What the figure should be.
+    /// The target, as a text.
     pub target: String,
-    /// Whether it is.
+    /// Whether the target was met.
     pub met: bool,
-    /// More about it, for people.
+    /// Details, for people.
     pub detail: String,
-    /// Its single measurements, if they are reported.
+    /// The single measurements, if the scenario reports them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub parts: Vec<Part>,
 }
 
-/// One of several measurements, out of a small file and a large one, in microseconds.
+/// One of several measurements, in a small file and in a large one, in microseconds.
 #[derive(Debug, Serialize)]
 pub struct Part {
     /// What was measured.
@@ -52,7 +52,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// How fast it is in the large file: 0.5 takes twice as long as raw.
+    /// How fast Everbus is in the large file: 0.5 means that it takes twice as long as raw.
     pub fn ratio(&self) -> f64 {
         round(self.raw_large_p50_us / self.large_p50_us, 3)
     }

@@ -55,7 +55,7 @@ async fn through(path: &Path, tasks: u64) -> Result<Duration> {
     });
     submitting.await?;
     let submitted = tasks.div_ceil(4 * REQUEST) * 4 * REQUEST;
-    // The groups are asked only at the end: each question reads the file.
+    // The state of the groups is read only at the end: each such query reads the file.
     done.reached(submitted).await;
     crate::end_to_end::until_idle(&bus).await?;
     let took = began.elapsed();
@@ -195,7 +195,7 @@ async fn layered(path: &Path, total: u64, layer: u64, as_job: bool) -> Result<La
     })
 }
 
-/// Questions to a file with a million tasks, each by a process that was just started on an index that is up to date.
+/// Queries over a file with a million tasks. Each round opens the file anew, with an index that is up to date.
 pub(crate) async fn measure_list(bench: &Bench) -> Result<Figure> {
     let total = bench.scaled(1_000_000).next_multiple_of(REQUEST);
     let path = bench.file("listed.db")?;
@@ -231,7 +231,7 @@ pub(crate) async fn measure_list(bench: &Bench) -> Result<Figure> {
     let mut slowest: [Vec<Duration>; 4] = Default::default();
     for _ in 0..bench.rounds() * 4 {
         let jobs = open().await?;
-        // The first question of a process also reads the pages of the files.
+        // The first query after the file was opened also reads the pages of the files.
         let filter = TaskFilter {
             state: Some(TaskState::Pending),
             ..TaskFilter::default()

@@ -105,11 +105,11 @@ scenarios! {
 pub struct Bench {
     /// An empty directory for the files, removed by the caller.
     pub directory: PathBuf,
-    /// A twentieth of everything, in one round.
+    /// Runs with a twentieth of everything, in one round.
     pub quick: bool,
     /// How many events the throughput scenarios use in each round, if not their usual number.
     pub events: Option<u64>,
-    /// Gets what is going on, for people who wait.
+    /// Gets messages about the progress, for people who wait.
     pub say: Box<dyn Fn(String)>,
     /// The scenario that is measured.
     pub scenario: Cell<&'static str>,
@@ -119,7 +119,7 @@ pub struct Bench {
 struct Rates {
     ours: f64,
     raw: f64,
-    /// How much longer Everbus takes: the median of the rounds.
+    /// The time of Everbus divided by the time of raw: the median of the rounds.
     cost: f64,
 }
 
@@ -143,7 +143,7 @@ impl Bench {
         self.events.unwrap_or_else(|| self.scaled(usual))
     }
 
-    /// A twentieth of a number that belongs to the definition of a scenario, if it is quick.
+    /// A number that belongs to the definition of a scenario, or a twentieth of it if the run is quick.
     fn scaled(&self, n: u64) -> u64 {
         if self.quick { (n / 20).max(1) } else { n }
     }

@@ -15,7 +15,7 @@ use crate::{Bench, Figure, blocking};
 /// Rows in one transaction.
 const CHUNK: u64 = 1000;
 
-/// Writes rows in transactions of [`CHUNK`]; each is given as many as it shall write.
+/// Writes rows in transactions of [`CHUNK`]. `write` gets the number of rows of its transaction.
 fn in_transactions(
     path: &Path,
     events: u64,
@@ -40,7 +40,7 @@ fn in_transactions(
     Ok(began.elapsed())
 }
 
-/// The same row, as a program without this library would write it.
+/// Writes the same row as a program without this library would.
 fn by_hand(path: &Path, events: u64) -> Result<Duration> {
     let payload = sample::payload();
     let payload = String::from_utf8_lossy(&payload).into_owned();

@@ -1,5 +1,5 @@
 //! A publisher that keeps its rate whatever happens: it never waits for one publish before the next. So a
-//! stall delays everything that should have been published meanwhile, and is counted as often.
+//! stall delays every publish that begins meanwhile, and each of them is counted.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -47,7 +47,7 @@ pub(crate) struct Pacer {
 }
 
 impl Pacer {
-    /// Publishes in a second.
+    /// Publishes per second.
     pub(crate) const RATE: u32 = 500;
 
     pub(crate) fn start(bus: &Bus) -> Self {
@@ -78,7 +78,7 @@ impl Pacer {
         self.switch.count_as(kind);
     }
 
-    /// Ends once everything was answered: the latencies of each [`Kind`], in that order.
+    /// Stops, and waits until every publish was answered. Returns the latencies of each [`Kind`], in that order.
     pub(crate) async fn stop(self) -> Result<Latencies> {
         self.stop.store(true, Ordering::Relaxed);
         let ended = |_| sample::wrong("the publisher ended early");

@@ -15,7 +15,7 @@ use crate::pacer::{Kind, Pacer};
 use crate::sample::{self, Maker, TYPE, median, percentile, rate};
 use crate::{Bench, Figure, Rates, raw};
 
-/// How long a window is, and the pause between two in which nothing is counted.
+/// How long a window is, and the pause between two windows, in which nothing is counted.
 const WINDOW: Duration = Duration::from_millis(250);
 const BETWEEN: Duration = Duration::from_millis(20);
 /// How long the publisher runs before the first window.
@@ -172,7 +172,7 @@ async fn one(bench: &Bench, bus: &Bus, events: u64, attributed: bool) -> Result<
         tokio::time::sleep(BETWEEN).await;
     }
     let latencies = pacer.stop().await?;
-    // The last step of a window was done but not reported.
+    // The last step of a window may be done and not reported, so the check counts the events that are left.
     let left = bus.engine().maintenance()?.holdings().await?;
     let left: u64 = left.types.iter().map(|held| held.events).sum();
     let published = bus.log()?.head().await?.progress();

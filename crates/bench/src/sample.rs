@@ -93,7 +93,7 @@ pub(crate) async fn fill(bus: &Bus, n: u64) -> Result<()> {
     fill_with(bus, n, |_| maker.event()).await
 }
 
-/// Runs as many tasks at once.
+/// Runs this many tasks at once.
 pub(crate) async fn from_tasks<T, F>(tasks: u64, task: impl Fn() -> F) -> Result<Vec<T>>
 where
     T: Send + 'static,
@@ -112,7 +112,7 @@ pub(crate) async fn expect_stored(bus: &Bus, events: u64) -> Result<()> {
     expect(stored, events, "events are stored")
 }
 
-/// Fails unless all were done.
+/// Fails unless `done` is equal to `of`.
 pub(crate) fn expect(done: u64, of: u64, what: &str) -> Result<()> {
     match done == of {
         true => Ok(()),
@@ -120,7 +120,7 @@ pub(crate) fn expect(done: u64, of: u64, what: &str) -> Result<()> {
     }
 }
 
-/// A figure that must not be reported.
+/// The error of a measurement that must not be reported.
 pub(crate) fn wrong(what: impl Into<String>) -> Error {
     Error::new(Code::Internal, what)
 }
@@ -155,7 +155,7 @@ impl Moments {
         self.0.iter().map(|moment| moment.load(Ordering::Relaxed))
     }
 
-    /// How much later than others these moments were.
+    /// How much later each of these moments was than the other moment of the same event.
     pub(crate) fn since(&self, others: impl Iterator<Item = u64>) -> Vec<Duration> {
         let pairs = self.all().zip(others);
         pairs
@@ -182,13 +182,13 @@ impl Moments {
     }
 }
 
-/// The middle one.
+/// The middle value.
 pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// The duration below which this share of them lies, in microseconds.
+/// The duration below which this share of the durations lies, in microseconds.
 pub(crate) fn percentile(durations: &mut [Duration], share: f64) -> f64 {
     durations.sort_unstable();
     #[allow(

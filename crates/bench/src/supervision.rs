@@ -17,7 +17,7 @@ use crate::{Bench, Figure, failed};
 
 /// Children that run at once.
 const CHILDREN: u64 = 200;
-/// Linux counts the time of processes in these parts of a second.
+/// Linux counts processor time in ticks. There are this many in a second.
 const TICKS: f64 = 100.0;
 
 /// Children that end at once, bare and supervised in turns.
@@ -95,7 +95,7 @@ pub(crate) async fn measure_heartbeats(bench: &Bench) -> Result<Figure> {
     let seen = heartbeats.load(Ordering::Relaxed) - beats_before;
     bus.shutdown().await?;
     bench.remove(&path);
-    // The last ones may be on their way.
+    // The last heartbeats may not have arrived yet.
     if seen < (CHILDREN - CHILDREN / 10) * u64::from(beats) {
         expect(seen, CHILDREN * u64::from(beats), "heartbeats were seen")?;
     }

@@ -1,6 +1,7 @@
 //! Appending: each record is sent, and the server's answer to each is awaited.
 //!
-//! The server does not recognise ids: an event that is appended twice is there twice, and inboxes tell.
+//! The server does not recognise ids: an event that is appended twice is stored twice. The inbox of a store beside
+//! the engine recognises the repetition.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use crate::errors::{is_refusal, kind};
 use crate::topics::Topic;
 use crate::wire::{self, Written};
 
-/// How often a record without an offset is sent.
+/// After this many answers without an offset, an append fails.
 const RESENDS: usize = 5;
 
 /// An event that was given to the client.
@@ -30,7 +31,7 @@ impl Shared {
     pub(crate) async fn append(&self, batch: Vec<Event>) -> Result<Vec<Result<Appended>>> {
         let single = batch.len() == 1;
         let producer = self.link.producer();
-        // All are sent before the first answer is awaited, in order.
+        // All events are sent in order before the first answer is awaited.
         let mut sent = Vec::with_capacity(batch.len());
         for event in batch {
             sent.push(self.send_event(&producer, &event).await);
@@ -43,7 +44,7 @@ impl Shared {
             });
         }
         match answers.pop() {
-            // A server that is away is away for the whole call.
+            // With a single event, an error that may pass is the error of the whole call.
             Some(Err(error)) if single && error.class().may_repeat() => Err(error),
             last => {
                 answers.extend(last);
@@ -68,7 +69,7 @@ impl Shared {
         })
     }
 
-    /// Gives a record to the client. While its queue is full this waits.
+    /// Gives a record to the client. Waits while the queue of the client is full.
     pub(crate) async fn send(
         &self,
         producer: &Producer,
@@ -112,10 +113,11 @@ impl Shared {
 
     /// The partition and the offset of a record, once the server has it.
     ///
-    /// The client also reports success without an offset: the server took the record for a repetition by its
-    /// number. It may not be one. If the first records to a new partition are refused for want of a leader, and
-    /// later ones are stored, then the server takes the first ones for repetitions when they are sent again, and
-    /// they are nowhere. So such a record is sent once more, as a new one: it may be there twice, and is not lost.
+    /// The client also reports success without an offset: by its sequence number, the server took the record for a
+    /// repetition. That may be wrong. If a new partition has no leader yet, the first records are refused, and later
+    /// ones may be stored. When the first ones are sent again, the server takes them for repetitions and does not
+    /// store them. So a record without an offset is sent again as a new one: it may be stored twice, but it is not
+    /// lost.
     async fn placed(
         &self,
         topic: &str,
@@ -142,7 +144,7 @@ impl Shared {
         Err(Error::new(Code::Unavailable, what).with_unknown_outcome())
     }
 
-    /// Sends a record to a topic that has no events, and waits for the answer.
+    /// Sends a record that is no event, and waits for the answer.
     pub(crate) async fn store(&self, topic: &str, written: &Written) -> Result<()> {
         let answer = self.send(&self.link.producer(), topic, written).await?;
         self.placed(topic, written, answer).await.map(drop)
@@ -155,7 +157,7 @@ impl Shared {
             kind,
             Some(Kind::UnknownTopicOrPartition | Kind::UnknownTopic | Kind::UnknownPartition)
         ) {
-            // It is created again with the next event.
+            // The next event creates the topic again.
             self.topics.lock().remove(topic);
         }
         let refusal = self.link.unanswered(&what, error);

@@ -1,9 +1,9 @@
 //! The events of a group that this process has: fetched, handed out, waiting. It does no I/O.
 //!
-//! Each partition that is assigned to this process has a *slot*: a number that no other assignment has, also
-//! not a later one of the same partition. So rows of an assignment that ended cannot be found.
+//! Each assignment of a partition to this process has a *slot*: a number that is never used again, also not for the
+//! same partition. So rows of an assignment that ended cannot be found.
 //!
-//! Here: the board and its lists, and what time changes in them. `partitions` has assignments and arrivals,
+//! This file has the board, its lists, and how they change with time. `partitions` has assignments and arrivals,
 //! `seats` the consumers; `hand_out`, `settle` and `commit` have what their names say.
 
 mod commit;
@@ -28,32 +28,33 @@ use seats::Seat;
 /// An event: the slot of its partition, and its place there.
 pub(crate) type RowId = (u32, u64);
 
-/// More unfinished events of a partition than this are not begun, so that the metadata has room for them.
+/// The most unfinished events of a partition that have begun: the metadata has room for them.
 const MOST_OPEN: usize = 400;
-/// From this attempt on, an event that may have ended its process runs only while no other one does.
+/// After this many attempts, an event that may have killed its process runs alone.
 const ALONE: u32 = 3;
-/// As many partitions that have gone are remembered.
+/// The most revoked partitions that are remembered.
 const MOST_CLOSED: usize = 1000;
-/// A longer lease or wait is cut.
+/// The length of a lease or wait that is too long for the clock.
 const FAR: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
-/// How many fresh events a claim looks at.
+/// How many ready events a claim looks at.
 const LOOKED_AT: usize = 10_000;
 /// A partition with more fresh events than this is full.
 const MOST_FRESH: usize = 2_000;
-/// As is one whose events are larger than this together.
+/// A partition whose payloads are larger than this together is full as well.
 const MOST_BYTES: usize = 32 << 20;
-/// A partition that could not be committed is tried again after this long.
+/// A partition whose commit was refused is committed again after this long.
 const AFTER_REFUSAL: Duration = Duration::from_secs(1);
 
 /// The events of one group.
 pub(crate) struct Board {
     ordered: bool,
-    /// The birth of the group, which is committed with its progress.
+    /// The offset of the group's first creation, which is committed with its progress.
     born: i64,
     parts: BTreeMap<u32, Part>,
     next_slot: u32,
     turns: u64,
-    /// Events that may be handed out: those that were before, then fresh ones, each in the order of their turns.
+    /// Events that may be handed out: first those with earlier attempts, then fresh ones, each in the order of their
+    /// turns.
     ready: BTreeMap<(bool, u64), RowId>,
     due: BTreeSet<(Instant, RowId)>,
     leases: BTreeSet<(Instant, RowId)>,
@@ -67,9 +68,9 @@ pub(crate) struct Board {
     held: usize,
     held_suspects: usize,
     held_alone: usize,
-    /// Settlements that were applied and not answered, by token: the version that has them.
+    /// Settlements that were applied and not answered, by token: the slot and the version that contain them.
     doubts: HashMap<u64, (u32, u64)>,
-    /// How far partitions were committed that have gone, for settlements that still wait for their commit.
+    /// The last committed version of slots that were closed, for settlements that still wait for their commit.
     closed: BTreeMap<u32, u64>,
 }
 
@@ -84,9 +85,9 @@ pub(crate) struct Part {
     /// The highest place that was fetched.
     position: u64,
     rows: BTreeMap<u64, Row>,
-    /// The payloads of the rows.
+    /// The size of the rows' payloads.
     bytes: usize,
-    /// Unfinished rows up to `begun`, about.
+    /// About how many rows up to `begun` there are.
     open: usize,
     inherited: BTreeMap<u64, Entry>,
     dead: u64,
@@ -96,7 +97,7 @@ pub(crate) struct Part {
     committed: u64,
     /// Something changed that need not be durable at once.
     lazy: bool,
-    /// The server refused to commit it; it is not asked again before this.
+    /// The server refused a commit. There is no other commit before this time.
     refused_until: Option<Instant>,
 }
 
@@ -113,19 +114,19 @@ struct Row {
     /// It was in flight when a process died.
     suspect: bool,
     alone: bool,
-    /// Which attempts had no end that is known; see [`Entry`].
+    /// The attempts whose outcome is not known; see [`Entry`].
     lost: u32,
 }
 
 impl Row {
-    /// The attempt under way has no end that is known.
+    /// Records that the outcome of the current attempt is not known.
     fn lose(&mut self) {
         self.last = Last::Lost;
         self.lost |= bit(self.attempts);
     }
 }
 
-/// The bit of an attempt. Later ones than the thirty-second have none, and count as failed.
+/// The bit of an attempt. Attempts after the thirty-second have no bit, and count as failed.
 fn bit(attempt: u32) -> u32 {
     attempt
         .checked_sub(1)
@@ -135,7 +136,7 @@ fn bit(attempt: u32) -> u32 {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// With its key in the list of ready events.
+    /// With its key in [`Board::ready`].
     Ready(bool, u64),
     /// Behind an earlier event of its key, or set aside.
     Blocked,
@@ -148,7 +149,7 @@ enum State {
     },
 }
 
-/// A delivery that a lease is for.
+/// The delivery of a lease.
 pub(crate) struct Held {
     pub(crate) record: Arc<Recorded>,
     pub(crate) attempt: u32,
@@ -179,15 +180,15 @@ pub(crate) type Partition = (String, i32);
 /// How much of a partition was fetched and not handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Load {
-    /// Little: more may be fetched.
+    /// Little: a paused partition is resumed.
     Light,
-    /// So much that a partition that was full stays so.
+    /// Between the two limits: a paused partition stays paused.
     Some,
-    /// So much that no more is to be fetched.
+    /// Too much: the partition is paused if it stays so.
     Full,
 }
 
-/// How the events of a partition stand.
+/// The state of the events of a partition.
 #[derive(Default)]
 pub(crate) struct Counts {
     pub(crate) in_flight: u64,
@@ -310,7 +311,7 @@ impl Board {
         }
     }
 
-    /// The next event of a key may go.
+    /// Makes the next event of a key ready.
     fn wake_key(&mut self, slot: u32, key: &Arc<str>) {
         let rows = self.keys.get(&(slot, key.clone()));
         let Some(&first) = rows.and_then(BTreeSet::first) else {
@@ -358,7 +359,7 @@ fn later(now: Instant, by: Duration) -> Instant {
     now.checked_add(by).unwrap_or_else(|| now + FAR)
 }
 
-/// What is said of earlier attempts at an event when a later one is taken back.
+/// The outcome of the last attempt, after a later attempt was taken back.
 fn before(attempts: u32) -> Last {
     match attempts {
         0 => Last::None,

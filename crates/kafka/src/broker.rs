@@ -78,7 +78,7 @@ impl Shared {
         self.numbers.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// The time of receipt of an event: it never falls within this process.
+    /// The time of receipt of an event. It never decreases within this process.
     pub(crate) fn stamp(&self) -> Timestamp {
         let mut last = self.stamp.lock();
         *last = (*last).max(self.options.clock.now());
@@ -99,7 +99,8 @@ impl Shared {
             .cloned()
     }
 
-    /// The member of a group; it joins the group if it has not. `joined` is called before it can leave again.
+    /// The member of a group, which joins the group if there is none yet. `joined` is called before the member can
+    /// leave again.
     pub(crate) async fn join(
         &self,
         name: &GroupName,
@@ -113,7 +114,7 @@ impl Shared {
         if let Some(member) = self.member(name) {
             if member.is_running() && member.group.born == record.born {
                 joined(&member);
-                // It may have begun to leave for want of a consumer at this moment.
+                // The member may have begun to leave just now, because it had no consumer.
                 if member.is_running() {
                     return Ok(member);
                 }
@@ -166,8 +167,8 @@ impl Shared {
     }
 }
 
-/// The broker. When it is dropped without a close, its members leave without a last word, as those of a process
-/// that died.
+/// The broker. When it is dropped without a close, its members leave without a commit, like those of a process that
+/// died.
 pub(crate) struct Kafka {
     pub(crate) shared: Arc<Shared>,
 }

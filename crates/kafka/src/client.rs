@@ -1,6 +1,6 @@
 //! The clients of one engine: producer, administration, and consumers that are made as they are needed.
 //!
-//! The client library keeps its connections by itself. Its calls block, so they run on threads for that.
+//! The client library keeps its connections by itself. Its calls block, so they run on threads that may block.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -21,9 +21,9 @@ use crate::config::{Address, Options};
 use crate::errors::{is_passing, refused};
 use crate::topics::{self, Defaults};
 
-/// Records are checked against the limit of their topic; the client's own is out of the way.
+/// The client's own limit is never reached: records are checked against the limit of their topic.
 const CLIENT_MAX_BYTES: &str = "1000000000";
-/// What the client says when it cannot connect is believed after this long.
+/// An error that the client reports while it connects is final after this long.
 const SETTLED: Duration = Duration::from_secs(2);
 
 /// The last trouble that a client reported, for the error of a call that got no answer.
@@ -80,7 +80,7 @@ pub(crate) struct Link {
     admin: AdminClient<Plain>,
     producer: RwLock<Arc<Producer>>,
     closed: AtomicBool,
-    /// Notified once it is closed.
+    /// Notified when the engine begins to close.
     pub(crate) closing: Notify,
     running: AtomicUsize,
     idle: Notify,
@@ -232,7 +232,7 @@ fn producer(
     Producer::from_config_and_context(&config, context)
 }
 
-/// The connection could not be made.
+/// The error of a connection that could not be made.
 fn not_connected(link: &Link, error: &KafkaError) -> Error {
     let servers = &link.servers;
     let said = link.trouble.last().unwrap_or_else(|| error.to_string());
@@ -259,8 +259,8 @@ fn not_connected(link: &Link, error: &KafkaError) -> Error {
             "set tls only for a listener that has it; broker.tls.ca names the root certificate of the server",
         );
     }
-    // A server that is killed while it answers looks like one that speaks another protocol and hangs up: only an
-    // answer tells that it is another one.
+    // A broker that is killed while it answers looks like a server of another protocol that disconnects. Only an
+    // invalid response shows that the server is not a Kafka broker.
     let hung_up = has("disconnected") && !has("invalid response");
     if !hung_up && (has("invalid response") || has("larger than") || has("protocol")) {
         return new(
@@ -285,7 +285,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
         .map_err(|error| Error::new(Code::Internal, "a call of the client failed").caused_by(error))
 }
 
-/// Repeats a question that blocks while the cluster elects a leader.
+/// Repeats a blocking request while the cluster elects a leader.
 pub(crate) fn patiently<T>(
     timeout: Duration,
     mut ask: impl FnMut() -> Result<T, KafkaError>,
@@ -302,7 +302,7 @@ pub(crate) fn patiently<T>(
 }
 
 impl Link {
-    /// Refuses calls after the close, and counts this one otherwise.
+    /// Counts a call that begins, or refuses it after the close.
     pub(crate) fn enter(&self) -> Result<Running<'_>> {
         self.running.fetch_add(1, Ordering::SeqCst);
         let running = Running(self);
@@ -317,7 +317,7 @@ impl Link {
         }
     }
 
-    /// Refuses new calls. True for the first call.
+    /// Refuses new calls from now on. Returns true the first time.
     pub(crate) fn begin_close(&self) -> bool {
         let first = !self.closed.swap(true, Ordering::SeqCst);
         self.closing.notify_waiters();
@@ -338,7 +338,7 @@ impl Link {
         let _ = tokio::time::timeout(self.timeout, quiet).await;
     }
 
-    /// What the cluster gives topics whose creation says nothing.
+    /// The cluster's defaults for new topics.
     pub(crate) async fn defaults(&self) -> Defaults {
         let asked = self
             .defaults
@@ -350,7 +350,7 @@ impl Link {
         &self.admin
     }
 
-    /// The producer. One that the server has shut out for good is replaced.
+    /// The producer. It is replaced after a fatal error.
     pub(crate) fn producer(&self) -> Arc<Producer> {
         let producer = self.producer.read().clone();
         let Some((kind, reason)) = producer.client().fatal_error() else {
@@ -369,7 +369,8 @@ impl Link {
         known.clone()
     }
 
-    /// A consumer that reads partitions by itself. `group` is whose committed offsets it asks for.
+    /// A consumer that reads partitions without being a member of a group. It can ask for the committed offsets of
+    /// `group`.
     pub(crate) fn reader(&self, group: &str) -> Result<BaseConsumer<Plain>> {
         let mut config = self.config.clone();
         config

@@ -22,7 +22,7 @@ use everbus_core::{Clock, Code, Error, Result, SystemClock};
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Topics {
-    /// A topic for each domain: `order.placed` and `order.paid` are in `order`. Order by key holds within it.
+    /// A topic for each domain: `order.placed` and `order.paid` are in `order`. Order by key holds within the topic.
     #[default]
     Domain,
     /// One topic, `events`, for all events: order by key holds for all of them.
@@ -41,8 +41,7 @@ pub struct Options {
     pub user: Option<String>,
     /// The password of the user.
     pub password: Option<String>,
-    /// How user and password are shown to the server: `PLAIN` (the default), `SCRAM-SHA-256` or
-    /// `SCRAM-SHA-512`.
+    /// The SASL mechanism for user and password: `PLAIN` (the default), `SCRAM-SHA-256` or `SCRAM-SHA-512`.
     pub mechanism: Option<String>,
     /// Connections use TLS.
     pub tls: bool,
@@ -56,7 +55,7 @@ pub struct Options {
     pub partitions: u32,
     /// The copies of topics that declare no number; `None`: the default of the server.
     pub copies: Option<u32>,
-    /// A topic may get a shorter age than it has: the server deletes what is older.
+    /// Accepts an existing topic that deletes events sooner than declared.
     pub allow_shorter_age: bool,
     /// Records that are not of their topic's dialect are handed to handlers as they are. Otherwise they are
     /// dead-lettered with the reason.
@@ -182,7 +181,7 @@ pub(crate) fn parse(url: &str) -> Result<Address> {
     })
 }
 
-/// `%40` is an @: passwords may have any character.
+/// Decodes percent escapes (`%40` is `@`), so that passwords may contain any character.
 fn unescape(text: &str) -> Result<String> {
     let bad = || {
         let what = "user or password in the URL have an invalid %";

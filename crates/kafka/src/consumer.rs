@@ -13,7 +13,7 @@ use crate::board::RowId;
 use crate::broker::Shared;
 use crate::member::Member;
 
-/// Consumers look again after this long at least, for events that were set aside for too long.
+/// Consumers look again after this long at the latest, for events that were set aside for too long.
 const LOOK: Duration = Duration::from_secs(1);
 
 pub(crate) struct KafkaConsumer {
@@ -21,7 +21,8 @@ pub(crate) struct KafkaConsumer {
     member: Arc<Member>,
     seat: u64,
     options: ConsumeOptions,
-    /// Claimed and not handed out, with the version of their partition that has the attempt.
+    /// Events that are claimed and not handed out: id, token, and the version of the partition that contains the
+    /// attempt.
     claimed: Vec<(RowId, u64, u64)>,
 }
 
@@ -70,7 +71,7 @@ impl KafkaConsumer {
             let versions = self.claimed.iter().filter(|(id, ..)| id.0 == slot);
             let version = versions.map(|(_, _, version)| *version).max().unwrap_or(0);
             let timeout = self.shared.link.timeout;
-            // A partition that went away takes its events with it: they are not delivered below.
+            // If the partition was revoked meanwhile, its events are not delivered below.
             self.member
                 .durable(slot, version, timeout)
                 .await
@@ -105,7 +106,7 @@ impl KafkaConsumer {
         }
     }
 
-    /// Dead-letters events that no process has had a handler for.
+    /// Dead-letters events that had no handler in this process for too long.
     fn bury_orphans(&self) {
         let number = || self.shared.number();
         let orphans = self.member.board.lock().orphans(Instant::now(), number);
@@ -146,7 +147,7 @@ impl Consumer for KafkaConsumer {
                     return Err(error);
                 }
                 if !member.is_running() {
-                    // It left, or its thread ended: another one takes its place.
+                    // The member left, or its thread ended: starts another one.
                     self.claimed.clear();
                     let options = &self.options;
                     let sit = |member: &Arc<Member>| {

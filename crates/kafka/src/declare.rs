@@ -18,7 +18,7 @@ use crate::groups::{Creation, Key, Record, Subscription, subscription_id};
 use crate::log::place;
 use crate::topics::Topic;
 
-/// An ephemeral group whose engine is gone is removed, this often at most.
+/// The most attempts to declare a group that is removed at the same time.
 const TRIES: usize = 5;
 /// Clocks of publishers and this process may differ by this much.
 const SKEW: Duration = Duration::from_secs(60);
@@ -62,13 +62,13 @@ impl Shared {
                 self.registry.write(&self.link, facts).await?;
             }
             let Some(record) = self.registry.group(&spec.name) else {
-                // Removed at the same moment.
+                // The group was removed at the same time.
                 continue;
             };
             // Another process may have created it at the same time, with other settings.
             self.check_known(&spec, &record)?;
             if spec.ephemeral {
-                // Its member is the sign that this engine lives.
+                // By the member, other engines see that this engine is alive.
                 self.join(&spec.name, |_| ()).await?;
             }
             return declared(&record, &spec);
@@ -171,7 +171,7 @@ impl Shared {
         if subscriptions.is_empty() {
             return Ok(Vec::new());
         }
-        // A topic that none of its patterns reached is begun at its end.
+        // The group begins at the end of a topic that none of its patterns reached before.
         let patterns: Vec<Pattern> = spec
             .subscriptions
             .iter()
@@ -182,7 +182,7 @@ impl Shared {
         reached.retain(|topic| !before.iter().any(|known| known.name == topic.name));
         let starts = self.starts(&reached, &patterns, StartFrom::New).await?;
         let mut facts = Vec::new();
-        // A number of its own: another process may say the same of this topic at this moment.
+        // A new number, because another process may write a start for the same topic at the same time.
         let number = number();
         for (topic, offsets) in &starts {
             for creation in &record.creations {
@@ -242,7 +242,7 @@ impl Shared {
         Ok(starts)
     }
 
-    /// How far a group has come.
+    /// The position of a group.
     async fn position(
         self: &Arc<Self>,
         record: &Arc<Record>,
@@ -264,7 +264,8 @@ impl Shared {
             };
             let key = Key::Subscription(record.name.as_str().to_owned(), name.clone());
             let mut facts = vec![(key, None)];
-            // A subscription that reaches these topics again says anew where they begin.
+            // Removes the starts of topics that no other subscription reaches. If a new subscription reaches them
+            // later, it writes new starts.
             let others = record
                 .subscriptions
                 .iter()
@@ -292,8 +293,8 @@ impl Shared {
         self.remove_parts(name).await
     }
 
-    /// The facts first: members in all processes see that and leave. Then the offsets. A group that is created
-    /// anew does not use offsets of an older one, so it is no harm if they stay.
+    /// Removes the facts of a group first, so that members in all processes leave; then its committed offsets. If the
+    /// offsets stay, they do no harm: a group that is created again does not use the offsets of the older group.
     pub(crate) async fn remove_parts(&self, name: &GroupName) -> Result<()> {
         let facts = self
             .registry
@@ -321,7 +322,8 @@ impl Shared {
         }
     }
 
-    /// Whether the engine that an ephemeral group belongs to is there: it is a member of the group.
+    /// Whether the engine that owns an ephemeral group is alive: the group has a member. A group that was just
+    /// created counts as alive.
     pub(crate) async fn is_alive(&self, record: &Record) -> bool {
         let Some(owner) = &record.owner else {
             return true;
@@ -340,11 +342,11 @@ impl Shared {
             let known = list.groups().iter().find(|known| known.name() == group);
             Some(known.is_some_and(|known| !known.members().is_empty()))
         });
-        // Without an answer it is taken for alive.
+        // Without an answer, the engine counts as alive.
         asked.await.ok().flatten().unwrap_or(true)
     }
 
-    /// The ephemeral groups of this engine end with it.
+    /// Removes the ephemeral groups of this engine.
     pub(crate) async fn remove_own_groups(&self) {
         for record in self.registry.groups() {
             if record.owner.as_ref() == Some(&self.owner)
@@ -356,7 +358,7 @@ impl Shared {
     }
 }
 
-/// Before the first event in every partition.
+/// The cursor before the first event of the group in every partition.
 fn cursor(topics: &[Arc<Topic>], starts: &Starts) -> Cursor {
     let mut cursor = Cursor::START;
     for topic in topics {

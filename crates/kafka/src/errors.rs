@@ -11,7 +11,7 @@ pub(crate) fn kind(error: &KafkaError) -> Option<Kind> {
     }
 }
 
-/// The error as the caller sees it; `what` was to be done.
+/// The error that the caller sees. `what` says what failed.
 pub(crate) fn refused(what: &str, error: &KafkaError) -> Error {
     match kind(error) {
         Some(kind) => of_kind(what, kind),
@@ -19,7 +19,7 @@ pub(crate) fn refused(what: &str, error: &KafkaError) -> Error {
     }
 }
 
-/// As [`refused`], for an error that comes as its kind alone.
+/// Like [`refused`], for an error of which only the kind is known.
 pub(crate) fn of_kind(what: &str, kind: Kind) -> Error {
     let text = format!("{what}: {kind}");
     let new = |code: Code, hint: &str| Error::new(code, text.clone()).hint(hint);
@@ -158,7 +158,7 @@ pub(crate) fn is_passing(error: &KafkaError) -> bool {
                 | Kind::UnknownMemberId
                 | Kind::MemberIdRequired
                 | Kind::RebalanceInProgress
-                // It reads from the first record that is there; what is missing is found by its gap.
+                // The member reads from the first record that exists. Missing records are found as a gap.
                 | Kind::OffsetOutOfRange
                 | Kind::AutoOffsetReset
         )

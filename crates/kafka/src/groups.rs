@@ -1,9 +1,9 @@
 //! Groups, subscriptions and topics as the cluster keeps them: records in a compacted topic of one partition.
 //!
-//! Kafka has no compare-and-set. So nothing is changed in place: every fact has a key of its own, and facts that
-//! two processes write at the same time add up. A group is the sum of its *creations*; the earliest start counts. A
-//! topic has all types that were noted of it. A thread reads the topic as it grows. [`Registry::sync`] waits until it has everything that was
-//! written before.
+//! Kafka has no compare-and-set. So nothing is changed in place: every fact has a key of its own, and facts that two
+//! processes write at the same time add up. A group is the sum of its *creations*; the earliest start counts. A topic
+//! has all types that were noted for it. A thread reads the topic of the groups as it grows. [`Registry::sync`] waits
+//! until the thread has read everything that was written before.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use crate::client::{Link, Plain, blocking, patiently};
 use crate::config::Topics;
 use crate::errors::{is_passing, refused};
 
-/// How often a fact without an offset is written.
+/// The most attempts to write a fact while the server answers without an offset.
 const RESENDS: usize = 5;
 /// How long the reader waits after an error that does not pass by itself.
 const AFTER_ERROR: Duration = Duration::from_secs(1);
@@ -58,7 +58,8 @@ pub(crate) struct Note {
     pub(crate) short: String,
     pub(crate) dialect: String,
     pub(crate) partitions: i32,
-    /// Which events it may have. They are facts of their own, and only grow: events of earlier ones are in the topic.
+    /// The types of events that the topic may have. They are separate facts, and are never removed, because the topic
+    /// may still have such events.
     #[serde(skip)]
     pub(crate) types: Vec<Types>,
 }
@@ -81,8 +82,7 @@ pub(crate) enum Key {
     Group(String, String),
     /// A subscription: group and name.
     Subscription(String, String),
-    /// Where a group begins in a topic: group, topic, the number of the creation, and that of the declaration that
-    /// says so.
+    /// Where a group begins in a topic: group, topic, the number of the creation, and the number of the declaration.
     Start(String, String, String, String),
     Topic(String),
     /// Types that a topic may have.
@@ -101,7 +101,7 @@ pub(crate) struct Record {
     /// The first offset of each partition of a topic. A topic that is not here begins with its first event.
     pub(crate) starts: BTreeMap<String, Vec<i64>>,
     pub(crate) patterns: Arc<[Pattern]>,
-    /// The offset of its first creation: another one is another group.
+    /// The offset of its first creation. A group with another offset is another group.
     pub(crate) born: i64,
     /// The numbers of its creations.
     pub(crate) creations: Vec<String>,
@@ -137,7 +137,7 @@ impl Record {
     }
 }
 
-/// The same for processes that declare the same subscription at the same time.
+/// The id of a subscription. Processes that declare the same subscription at the same time get the same id.
 pub(crate) fn subscription_id(group: &GroupName, name: &str) -> EventId {
     EventId::from_foreign(&format!("everbus subscription of {group}"), name)
 }
@@ -162,7 +162,7 @@ pub(crate) struct Registry {
 }
 
 impl Registry {
-    /// Begins to read the topic, which exists.
+    /// Begins to read the topic, which must exist.
     pub(crate) fn start(link: &Link, topic: String) -> Result<Arc<Self>> {
         let reader = link.reader("everbus-registry")?;
         let mut all = TopicPartitionList::new();
@@ -197,7 +197,7 @@ impl Registry {
                     self.apply(record.offset(), record.key(), record.payload());
                     self.reached.send_replace(record.offset() + 1);
                 }
-                // Records at the end may have been compacted away, so the last one says less than this.
+                // Compaction may have removed the last records: then the end of the topic is beyond the last record.
                 Some(Err(KafkaError::PartitionEOF(_))) => {
                     let position = reader.position().ok();
                     let position = position.and_then(|all| {
@@ -242,7 +242,7 @@ impl Registry {
         self.version.send_modify(|version| *version += 1);
     }
 
-    /// Waits until everything is known that was written before this call.
+    /// Waits until everything that was written before this call is known here.
     pub(crate) async fn sync(&self, link: &Arc<Link>) -> Result<()> {
         let (own, topic, timeout) = (link.clone(), self.topic.clone(), link.timeout);
         let end = blocking(move || {
@@ -258,7 +258,7 @@ impl Registry {
         self.wait(end, timeout).await
     }
 
-    /// As [`sync`](Self::sync), on a thread that may block.
+    /// Like [`sync`](Self::sync), on a thread that may block. Returns false if that fails.
     pub(crate) fn sync_blocking(&self, reader: &impl Ends, timeout: Duration) -> bool {
         let Some(end) = reader.end(&self.topic, timeout) else {
             return false;
@@ -314,7 +314,7 @@ impl Registry {
                         .with_unknown_outcome()
                 })?;
                 offset = delivery.offset;
-                // Without an offset it may not be there; to write it again does no harm.
+                // Without an offset, the fact may not be stored. To write it again does no harm.
                 if offset >= 0 {
                     break;
                 }
@@ -358,7 +358,7 @@ impl Registry {
             }
             Key::Topic(_) | Key::Types(..) => false,
         };
-        // Creations last: until then the group is there.
+        // Creations come last: the group exists until they are removed.
         let mut keys: Vec<Key> = facts.all.keys().filter(own).cloned().collect();
         keys.sort_by_key(|key| matches!(key, Key::Group(..)));
         keys
@@ -432,7 +432,7 @@ impl Facts {
                 Some(record) => {
                     record.creations.push(number.clone());
                     record.created_at = record.created_at.min(creation.created_at);
-                    // Without a time it begins earlier than with one.
+                    // A creation without a time begins earlier than one with a time.
                     record.since = match (record.since, creation.since) {
                         (Some(one), Some(other)) => Some(one.min(other)),
                         _ => None,
@@ -454,7 +454,7 @@ impl Facts {
             if of != name {
                 break;
             }
-            // An older one was left behind by a group of this name that was removed.
+            // An older subscription was left behind by a removed group of the same name.
             if *offset > record.born
                 && let Ok(subscription) = serde_json::from_str(text)
             {
@@ -478,10 +478,11 @@ impl Facts {
                 known.push((creation, offsets));
             }
         }
-        // A topic that a creation did not know appeared after it, and begins with its first event. Of several
-        // declarations that say where a topic begins the earliest counts: each of them was answered, and events
-        // after it are owed. One that comes when a member has begun at a later start owes nothing before that: the
-        // later one was taken from the end of the topic before this one was written, and so before it was answered.
+        // A topic without a start for one of the creations is newer than that creation, and is read from its first
+        // event. If several declarations have a start for a topic, the earliest one counts: each declaration was
+        // answered, and the group must get the events after that. A start may be written when a member has begun at a
+        // later one already. Then no event is lost: the later start was the end of the topic before the earlier start
+        // was written, so before that declaration was answered.
         for (topic, all) in starts {
             let knows = |creation: &String| all.iter().any(|(of, _)| of == creation);
             if !record.creations.iter().all(knows) {

@@ -18,7 +18,7 @@ use crate::member::Member;
 use crate::offset_metadata::{Last, Saved};
 use crate::topics::Topic;
 
-/// As many records of a partition are read to count those that match.
+/// The most records of a partition that are read to count those that match.
 const COUNTED: i64 = 1_000;
 
 /// How far a group has come in a partition.
@@ -35,7 +35,7 @@ pub(crate) struct State {
     /// Known events that were not handed out, and those that were and are not settled.
     fresh: Vec<Arc<Recorded>>,
     open: Vec<Arc<Recorded>>,
-    /// What the group committed, if no member here knows better.
+    /// What the group committed, if this process has no member with newer state.
     saved: Option<Saved>,
 }
 
@@ -126,7 +126,7 @@ impl Shared {
         let mut infos = Vec::new();
         for record in self.registry.groups() {
             if !self.is_alive(&record).await {
-                // Removed, so that the next call need not ask.
+                // The group is removed, so that the next call need not ask again.
                 self.remove_parts(&record.name).await?;
                 continue;
             }

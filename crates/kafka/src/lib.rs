@@ -9,10 +9,10 @@
 //! | position | topic, partition and offset |
 //! | group | facts in the compacted topic `everbus.groups` (`groups`), and a consumer group of its name |
 //! | consumer | all consumers of a group in one process are one member of it (`member`) |
-//! | progress | the committed offset, and what is done above it in the metadata of the commit (`progress`) |
+//! | progress | the committed offset, and what is done above it in the metadata of the commit (`offset_metadata`) |
 //! | attempt | in that metadata, committed before the event is handed out |
 //! | lease | held by this process, as long as its partition is |
-//! | retry after a delay, release | the event waits in this process; when, is in the metadata |
+//! | retry after a delay, release | the event waits in this process; its due time is in the metadata |
 //! | dead letter | a record in `dlq.TOPIC`, then the commit |
 //! | order by key | within a partition, kept by the process that has it (`board`) |
 //! | log | reads without a group |
@@ -25,11 +25,11 @@
 //! - A partition is worked on by one process at a time. All processes of a group need handlers for the same
 //!   types: an event without a handler in the process that has its partition waits there.
 //! - When partitions move between processes, events in flight are delivered again.
-//! - In a partition about 400 events can be unfinished at once: the metadata has 4,096 characters. As many that wait
-//!   for a retry, or for a handler, stop their partition until one of them ends, and no other partition.
+//! - In a partition about 400 events can be unfinished at once: the metadata has 4,096 characters. If so many events
+//!   wait for a retry or a handler, their partition stops until one of them ends. Other partitions go on.
 //! - Records that the client cannot read (damaged, or compressed in an unknown way) stop their group in the process
-//!   that has them, with an error, so that none of them is passed over.
-//! - Texts of failures are not in the metadata. Without a store beside the engine, a dead letter lacks those of
+//!   that has them, with an error, so that none of them is skipped.
+//! - Texts of failures are not in the metadata. Without a store beside the engine, a dead letter lacks the texts of
 //!   attempts that another process made.
 //! - The records of a removed group stay in the topics of dead letters.
 //! - The server forgets the offsets of a group that has no member for `offsets.retention.minutes` (seven days).

@@ -17,11 +17,11 @@ use crate::client::{Plain, blocking, patiently};
 use crate::topics::Topic;
 use crate::wire;
 
-/// How long a record that is there may take to come.
+/// A read that has lasted this long fails with the next poll that returns no record.
 const COMES_WITHIN: Duration = Duration::from_secs(10);
-/// After the end of a partition was seen, no record comes for this long if there is none.
+/// If the end of a partition was seen and no record comes for this long, there is none.
 const SILENT: Duration = Duration::from_secs(3);
-/// How many records are read at a time when the newest one is looked for, and how many at most.
+/// How many records are read at a time to find the newest event, and how many times at most.
 const WINDOW: i64 = 500;
 const MOST_WINDOWS: i64 = 40;
 /// The pause between two looks at the end of the log.
@@ -34,7 +34,7 @@ const IDLE_READERS: usize = 2;
 
 type Reader = BaseConsumer<Plain>;
 
-/// The first and the last offset of each partition, by topic and partition.
+/// The first offset of each partition, and the offset after its last record, by topic and partition.
 pub(crate) type Ends = HashMap<(String, i32), (i64, i64)>;
 
 impl Shared {
@@ -61,7 +61,7 @@ impl Shared {
         done.map_err(|error| self.link.unanswered("the log cannot be read", &error))
     }
 
-    /// The topics with events, as far as they are known after a look.
+    /// The topics with events, after the registry was read to its end.
     pub(crate) async fn readable(&self) -> Result<Vec<Arc<Topic>>> {
         self.registry.sync(&self.link).await?;
         let noted = self.registry.topics();
@@ -84,7 +84,7 @@ impl Shared {
                     let ask = || reader.fetch_watermarks(&topic.name, partition, timeout);
                     let end = match patiently(timeout, ask) {
                         Ok(end) => end,
-                        // It was removed.
+                        // The topic was removed.
                         Err(error) if is_unknown(&error) => (0, 0),
                         Err(error) => return Err(error),
                     };
@@ -110,8 +110,7 @@ impl Shared {
         Ok(cursor)
     }
 
-    /// The first offset of each partition that the server received at or after a time, about: earlier by the
-    /// difference of clocks.
+    /// The first offset of each partition whose record has this time or a later one; the end if there is none.
     pub(crate) async fn offsets_at(
         self: &Arc<Self>,
         topics: &[Arc<Topic>],
@@ -201,7 +200,7 @@ impl Shared {
                     let key = (topic.name.clone(), partition);
                     let mut at = starts.get(&key).copied().unwrap_or(0);
                     let end = ends.get(&key).map_or(0, |(_, end)| *end);
-                    // Publishers stamp an event shortly before the server does.
+                    // Clocks differ, so the search begins early: records before `time` are skipped.
                     while at < end {
                         let (found, reached) =
                             read_partition(reader, topic, partition, (at, end), 200, |_| true)?;
@@ -241,7 +240,7 @@ pub(crate) fn offset(place: u64) -> i64 {
     i64::try_from(place).unwrap_or(i64::MAX).saturating_sub(1)
 }
 
-/// Reads records from an offset up to another one, which is not included, until so many were taken. Returns
+/// Reads records from an offset up to another one, which is not included, until `limit` records were taken. Returns
 /// them, and the offset up to which the partition was read.
 pub(crate) fn read_partition(
     reader: &Reader,
@@ -260,7 +259,7 @@ pub(crate) fn read_partition(
     all.add_partition_offset(&topic.name, partition, Offset::Offset(from))?;
     reader.assign(&all)?;
     let begin = Instant::now();
-    // When the end of the partition was seen without a record after it. It may be that of an earlier read.
+    // When the end of the partition was seen with no record after that. The end may still be that of an earlier read.
     let mut silent: Option<Instant> = None;
     while reached < to && found.len() < limit {
         match reader.poll(Duration::from_millis(200)) {
@@ -282,7 +281,7 @@ pub(crate) fn read_partition(
                     found.push(Arc::new(read.record));
                 }
             }
-            // The last records before the end may be no events, as those of a transaction.
+            // The last offsets before the end may hold no events, for example transaction markers.
             Some(Err(KafkaError::PartitionEOF(_))) => _ = silent.get_or_insert_with(Instant::now),
             Some(Err(error)) if is_unknown(&error) => break,
             Some(Err(error)) => {

@@ -1,7 +1,7 @@
 //! This process as a member of a consumer group: one client for all consumers of the group here.
 //!
-//! Two threads: one polls, always, so that the server never takes the process for dead (here, and `partitions`);
-//! the other commits (`commit`).
+//! There are two threads. One polls without a break, so that the server never takes the process for dead (this file
+//! and `partitions`). The other commits (`commit`).
 
 mod commit;
 mod partitions;
@@ -30,15 +30,15 @@ use crate::groups::{Record, Registry};
 use crate::topics::Topic;
 use crate::wire;
 
-/// How long a poll waits: as long the thread does not see that its subscription changed.
+/// How long a poll waits. The thread notices a changed subscription after this long at the latest.
 const POLL: Duration = Duration::from_millis(50);
-/// How long it waits while a partition is paused, which may have room again at any time.
+/// How long a poll waits while a partition is paused: the partition may have room again at any time.
 const POLL_PAUSED: Duration = Duration::from_millis(5);
 /// The most records that are sorted in one turn.
 const TURN: usize = 500;
 /// The same error is reported again after this long.
 const REMINDED: Duration = Duration::from_secs(30);
-/// How long progress over events that no group wants may be uncommitted.
+/// How long progress over records that the group does not want may stay uncommitted.
 const LAZY: Duration = Duration::from_millis(500);
 /// How long a member without consumers stays in its group.
 const LINGER: Duration = Duration::from_secs(2);
@@ -46,7 +46,7 @@ const LINGER: Duration = Duration::from_secs(2);
 const RUNNING: u8 = 0;
 /// Commit what is settled, and leave the group.
 const LEAVING: u8 = 1;
-/// Leave without a word, as a process that died.
+/// Leave without a commit, like a process that died.
 const DROPPED: u8 = 2;
 
 /// A member of a group.
@@ -55,7 +55,7 @@ pub(crate) struct Member {
     /// The group as it was when the member began.
     pub(crate) group: Arc<Record>,
     pub(crate) board: Mutex<Board>,
-    /// Something changed that consumers and settlements may wait for.
+    /// Notified after a change that consumers and settlements may wait for.
     pub(crate) changed: Notify,
     registry: Arc<Registry>,
     clock: Arc<dyn Clock>,
@@ -72,11 +72,11 @@ pub(crate) struct Member {
     state: AtomicU8,
     /// Its consumer has left the group.
     pub(crate) ended: AtomicBool,
-    /// An error that consumers are told.
+    /// An error that is returned to the consumers.
     error: Mutex<Option<Error>>,
     /// Errors that were reported, and when.
     reported: Mutex<HashMap<String, Instant>>,
-    /// Partitions that are not fetched from, since they are full.
+    /// Partitions that are paused, because they are full.
     paused: Mutex<BTreeSet<Partition>>,
     idle_since: Mutex<Option<Instant>>,
 }
@@ -226,21 +226,21 @@ impl Member {
         let _ = tokio::time::timeout(within, left).await;
     }
 
-    /// The commit thread has something to do.
+    /// Wakes the commit thread.
     pub(crate) fn kick(&self) {
         *self.wake.0.lock() = true;
         self.wake.1.notify_one();
     }
 
-    /// How long a commit takes.
+    /// How long the last commit took.
     pub(crate) fn step(&self) -> Duration {
         Duration::from_micros(self.step.load(Ordering::Relaxed))
     }
 
-    /// An error that its consumers have not been told.
+    /// Takes the error that was not returned to a consumer yet.
     pub(crate) fn take_error(&self) -> Option<Error> {
         let mut error = self.error.lock();
-        // A group that was removed stays removed.
+        // The error of a removed group stays.
         match error.as_ref().map(Error::code) {
             Some(Code::GroupNotFound) => error.clone(),
             _ => error.take(),
@@ -253,9 +253,9 @@ impl Member {
         self.changed.notify_waiters();
     }
 
-    /// Reports an error that does not pass by itself: to the log and to a consumer. The client repeats such errors
-    /// many times a second, and consumers have other partitions to work on, so the same one is reported again only
-    /// after a while.
+    /// Reports an error that does not pass by itself: to the log and to a consumer. The client repeats an error many
+    /// times a second, and consumers have other partitions to work on. So the same error is reported again only after
+    /// a while.
     fn complain(&self, error: Error) {
         let text = error.to_string();
         let mut reported = self.reported.lock();
@@ -269,7 +269,7 @@ impl Member {
         self.report(error);
     }
 
-    /// Waits until a version of a partition is durable. False if the partition went to another process.
+    /// Waits until a version of a partition is durable. Returns false if the partition went to another process.
     pub(crate) async fn durable(&self, slot: u32, version: u64, within: Duration) -> Result<bool> {
         let durable = async {
             loop {
@@ -297,7 +297,7 @@ impl Member {
         Error::new(Code::Unavailable, what).with_unknown_outcome()
     }
 
-    // The thread that polls.
+    // From here on: the thread that polls.
 
     fn run(self: Arc<Self>) {
         let committer = {
@@ -324,14 +324,14 @@ impl Member {
                 }
             }
         }
-        // The last reference to it: dropping it leaves the group.
+        // The last reference to the client: dropping it leaves the group.
         let consumer = self.consumer.write().take();
         drop(consumer);
         self.ended.store(true, Ordering::SeqCst);
         self.changed.notify_waiters();
     }
 
-    /// A thread that panics must not leave a member behind that does nothing: consumers start another one.
+    /// Ends the member if one of its threads panics, so that consumers start another one.
     fn or_give_up(&self, work: impl FnOnce()) {
         if catch_unwind(AssertUnwindSafe(work)).is_err() {
             tracing::error!(target: "everbus::kafka", group = %self.group.name, "a thread of the member has panicked; another member takes its place");
@@ -365,7 +365,7 @@ impl Member {
         }
     }
 
-    /// Ends leases, and finds events without a handler.
+    /// Ends leases and waits that are over, and wakes those who wait for a change.
     fn pass_time(&self) {
         let (now, wall) = (Instant::now(), self.clock.now());
         let mut board = self.board.lock();
@@ -381,8 +381,8 @@ impl Member {
         }
     }
 
-    /// Whether no consumer has been here for a while, and no lease is held. Then it leaves: a consumer that comes
-    /// from now on starts another member.
+    /// Whether the member has had no consumer and no lease for a while. Then it leaves the group, and the next
+    /// consumer starts another member. The member of an ephemeral group stays.
     fn is_idle(&self) -> bool {
         let board = self.board.lock();
         let idle = !board.has_seats() && board.held() == 0 && self.group.owner.is_none();
@@ -393,13 +393,13 @@ impl Member {
         }
         let over = since.get_or_insert_with(Instant::now).elapsed() > LINGER;
         if over {
-            // Under the lock of the board, where consumers sit down.
+            // The board is locked here, and also when a consumer sits down: no consumer is missed.
             self.leave();
         }
         over
     }
 
-    /// Subscribes to the topics that the group reads now. False if the group is gone.
+    /// Subscribes to the topics that the group reads now. Returns false if the group is gone.
     fn follow(
         &self,
         consumer: &BaseConsumer<Context>,
@@ -441,7 +441,7 @@ impl Member {
         true
     }
 
-    /// Takes what has come.
+    /// Takes the records that have arrived.
     fn take(&self, consumer: &BaseConsumer<Context>, wait: Duration) {
         let mut reads = Vec::new();
         let mut wait = wait;
@@ -478,7 +478,7 @@ impl Member {
 
     fn trouble(&self, error: &KafkaError) {
         match kind(error) {
-            // It was created a moment ago, or removed.
+            // The topic was created a moment ago, or removed.
             Some(Kind::UnknownTopicOrPartition | Kind::UnknownTopic | Kind::PartitionEOF) => {}
             _ if is_passing(error) => {
                 tracing::debug!(target: "everbus::kafka", group = %self.group.name, %error, "reading");
@@ -489,14 +489,13 @@ impl Member {
             }
         }
         if is_damage(error) {
-            // The client goes on behind records that it cannot read. What it has not handed over looks as if the
-            // server had removed it, and would be passed over. So nothing more is taken: a member that starts anew
-            // begins before these records.
+            // The client continues after records that it cannot read. These records would look as if the server had
+            // removed them, and would be skipped. So this member gives up: the next one begins before these records.
             self.abandon();
         }
     }
 
-    /// Sorts records: those that no subscription matches are passed over.
+    /// Puts records on the board. Records that no subscription matches are skipped.
     fn sort(&self, consumer: &BaseConsumer<Context>, reads: Vec<Fetched>) {
         let group = &self.group.name;
         let record = || {
@@ -510,8 +509,8 @@ impl Member {
             !event.is_for(group) || record.wants(event.event_type())
         };
         if !reads.iter().all(|fetched| matches(&known, &fetched.read)) {
-            // Another process may have added a subscription before the event was published. Without an answer
-            // nothing is passed over: the events are kept, and sorted out later.
+            // Another process may have added a subscription before the event was published. So the registry is read
+            // to its end first, and no record is skipped before that succeeds.
             let timeout = self.link.timeout;
             while !self.registry.sync_blocking(consumer, timeout) {
                 if !self.is_running() {
@@ -557,7 +556,7 @@ impl Member {
         drop(board);
         self.changed.notify_waiters();
         for ((topic, partition), (position, gap)) in gaps {
-            // Marks of transactions take places, too. What the server has removed is before its first record.
+            // Transaction markers have offsets, too. Records that the server removed are before its first offset.
             let missing = position.place().saturating_sub(gap + 1);
             let ends = consumer.fetch_watermarks(&topic, partition, self.link.timeout);
             let first = ends.map_or(u64::MAX, |(first, _)| u64::try_from(first).unwrap_or(0));

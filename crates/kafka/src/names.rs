@@ -12,10 +12,10 @@ use crate::config::Topics;
 const LONGEST: usize = 200;
 /// The topic of everything, for [`Topics::Single`].
 const SINGLE: &str = "events";
-/// What begins so belongs to Everbus.
+/// The prefixes of Everbus' own topics.
 const OWN: [&str; 2] = ["everbus.", "dlq."];
 
-/// The names of a bus on its cluster: with a path in the URL, several buses share one.
+/// The names of a bus on its cluster. With a path in the URL, several buses share one cluster.
 #[derive(Clone, Debug)]
 pub(crate) struct Space {
     prefix: String,
@@ -103,11 +103,12 @@ fn domain(event_type: &str) -> &str {
     event_type.split('.').next().unwrap_or_default()
 }
 
-/// Whether a topic that was made so may have events that the pattern matches. It may say yes too often, and
-/// never no too often.
+/// Whether a topic that `topics` named may have events that the pattern matches. The answer may be a false yes, but
+/// never a false no.
 pub(crate) fn reaches(topics: Topics, short: &str, pattern: &Pattern) -> bool {
     let text = pattern.as_str();
-    // The pattern of a stream has several patterns in its text, and that of a channel matches spellings.
+    // A pattern may match more than its text says: that of a stream joins several patterns, and that of a channel
+    // matches other spellings.
     if topics == Topics::Single || Pattern::new(text).ok().as_ref() != Some(pattern) {
         return true;
     }

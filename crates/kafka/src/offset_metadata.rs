@@ -1,9 +1,9 @@
-//! How far a group has come in a partition, as the metadata of its committed offset.
+//! The progress of a group in a partition, as the metadata of its committed offset.
 //!
-//! The offset is the floor: everything before it is done. The metadata has what is above: the events that are
-//! done, those that have begun, and those that wait, with their attempts. Kafka keeps 4,096 characters; what
-//! does not fit is left out in an order that loses no event: due times, then what is done (it is delivered
-//! again), then attempts.
+//! The offset is the floor: everything before it is done. The metadata says what is above: the events that are done,
+//! those that have begun, and those that wait, with their attempts. Kafka keeps 4,096 characters. What does not fit
+//! is left out in an order that loses no event: first due times, then what is done (it is delivered again), then
+//! attempts.
 
 use std::collections::BTreeMap;
 
@@ -16,20 +16,20 @@ const VERSION: u64 = 1;
 /// Due times are kept in steps of this many milliseconds.
 const STEP: i64 = 100;
 
-/// What became of the last attempt at an event.
+/// The outcome of the last attempt at an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Last {
-    /// None has begun since the event was released.
+    /// No attempt has begun, or it was taken back.
     None,
     /// It is under way.
     Running,
     /// It failed.
     Failed,
-    /// Its end is not known: its lease ended, or its partition moved.
+    /// The outcome is not known: the lease ended, or the partition moved.
     Lost,
 }
 
-/// An event above the floor that is not done and has more to tell than that it begun once.
+/// The state of an event above the floor that is not done. An event that has only begun once needs no entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     /// Attempts begun.
@@ -39,7 +39,7 @@ pub(crate) struct Entry {
     pub(crate) alone: bool,
     /// When it may be handed out again.
     pub(crate) due: Option<Timestamp>,
-    /// Which attempts had no end that is known: bit 0 stands for the first. The others failed.
+    /// The attempts whose outcome is not known: bit 0 stands for the first. The others failed.
     pub(crate) lost: u32,
 }
 
@@ -63,7 +63,7 @@ pub(crate) struct Saved {
     pub(crate) entries: BTreeMap<u64, Entry>,
     /// Dead letters of the group from this partition.
     pub(crate) dead: u64,
-    /// The birth of the group that committed it: one that was removed and created again is another one.
+    /// The birth of the group that committed it. A group that was removed and created again has another one.
     pub(crate) born: i64,
 }
 
@@ -109,7 +109,7 @@ impl Saved {
             text = BASE64URL_NOPAD.encode(&less.bytes());
         }
         while text.len() > MOST && !less.entries.is_empty() {
-            // The later half of the entries; without one an event counts as begun once.
+            // Drops the later half of the entries: an event without an entry counts as begun once.
             let half = less.entries.keys().nth(less.entries.len() / 2).copied();
             _ = half.map(|half| less.entries.split_off(&half));
             text = BASE64URL_NOPAD.encode(&less.bytes());
@@ -148,7 +148,7 @@ impl Saved {
                 push(&mut out, u64::from(entry.lost));
             }
             if let Some(due) = entry.due {
-                // Up, so that a retry never comes early.
+                // Rounds up, so that a retry never comes early.
                 push(
                     &mut out,
                     ((millis(due) - base).max(0) as u64).div_ceil(STEP as u64),
@@ -216,11 +216,11 @@ impl Saved {
 }
 
 fn millis(at: Timestamp) -> i64 {
-    // Up: a step begins no earlier than the moment.
+    // Rounds up to whole milliseconds.
     at.as_micros().saturating_add(999).div_euclid(1000)
 }
 
-/// The same progress with the lower half of what is done above the floor.
+/// The progress without the upper half of the ranges that are done above the floor.
 fn lower_half(progress: &Progress) -> Progress {
     let mut lower = Progress::new(progress.floor());
     let highest = progress.highest();

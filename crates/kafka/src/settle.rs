@@ -1,8 +1,8 @@
 //! Settling: the verdict of each delivery, in an order that loses nothing.
 //!
-//! Follow-ups first, then the dead letter and its notice, then the progress of the group. A settlement is
-//! answered when the commit that has it is. After a commit without an answer the same settlement may be repeated:
-//! it then waits for the next commit.
+//! Follow-ups first, then the dead letter and its notice, then the progress of the group. A settlement is answered
+//! when the commit that contains it is acknowledged. If the commit is not acknowledged in time, the same settlement
+//! may be repeated: it then waits for a later commit.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,13 +20,12 @@ use crate::member::Member;
 use crate::topics::{DEAD_ROOM, Topic, declare_dead};
 use crate::wire::{self, Written};
 
-/// The failures of a dead letter take at most this much.
+/// The most bytes of the failures of a dead letter.
 const FAILURES: usize = DEAD_ROOM / 2;
-/// How long a limit of a topic that was raised takes to be known.
+/// How long it may take until all brokers know a raised limit of a topic.
 const RAISED_WITHIN: Duration = Duration::from_secs(5);
 
-/// A settlement that was applied and whose commit is awaited. If that wait ends early, the settlement may be
-/// repeated.
+/// A settlement that was applied and waits for its commit. If the wait ends early, the settlement may be repeated.
 struct Awaited {
     member: Arc<Member>,
     token: u64,
@@ -78,7 +77,7 @@ impl Shared {
             .into_iter()
             .map(|((_, slot), (member, version))| async move {
                 member.changed.notify_waiters();
-                // What became of it is asked below, of each settlement.
+                // The result is read below, for each settlement.
                 let _ = member.durable(slot, version, self.link.timeout).await;
             });
         join_all(waits).await;
@@ -142,7 +141,7 @@ impl Shared {
         })
     }
 
-    /// Appends the events of a verdict before the verdict.
+    /// Appends the events that belong to a verdict, before the verdict is applied.
     async fn append_first(&self, events: Vec<Event>) -> Result<()> {
         if events.is_empty() {
             return Ok(());
@@ -151,7 +150,7 @@ impl Shared {
         answers.into_iter().try_for_each(|answer| answer.map(drop))
     }
 
-    /// Stores the dead letter, then tells of it.
+    /// Stores the dead letter, then appends the notice about it.
     async fn bury(
         &self,
         member: &Arc<Member>,
@@ -168,7 +167,7 @@ impl Shared {
         let died_at = failures.last().map_or(now, |last| last.at);
         let name = &member.group.name;
         let mut written = wire::write(event, Dialect::Native, held.record.received_at)?;
-        // The letters of a group and event are in order, and a repetition has the same key.
+        // All dead letters of one group and event have the same key, so they stay in order.
         written.key = Some(format!("{name} {position}"));
         written.headers.extend([
             ("everbus-group", name.as_str().to_owned()),
@@ -204,7 +203,7 @@ impl Shared {
                 }
                 stored => {
                     if stored.is_err() {
-                        // Its settings are looked at again with the next letter.
+                        // The next letter checks the settings of the topic again.
                         self.dead_topics.lock().remove(&topic);
                     }
                     return stored;

@@ -29,7 +29,7 @@ pub(crate) use own::{check_dead, declare_dead, declare_registry};
 pub(crate) use settings::{Defaults, defaults, weaknesses};
 use settings::{check, configuration, grade};
 
-/// What the server takes unless its topic says otherwise.
+/// The largest record that the server takes by default.
 const DEFAULT_MAX_BYTES: usize = 1_048_588;
 
 /// How much larger than an event its dead letter may be.
@@ -39,7 +39,7 @@ pub(crate) const DEAD_ROOM: usize = 256 * 1024;
 pub(crate) struct Topic {
     /// Its name on the server.
     pub(crate) name: String,
-    /// Without the prefix of the space.
+    /// The name without the prefix of the space.
     pub(crate) short: String,
     pub(crate) dialect: Dialect,
     pub(crate) partitions: i32,
@@ -80,7 +80,7 @@ impl Topic {
         Self::new(name.to_owned(), name.to_owned(), dialect, 1)
     }
 
-    /// The log of a partition.
+    /// The shard of a partition.
     pub(crate) fn shard(&self, partition: i32) -> Shard {
         let index = usize::try_from(partition).unwrap_or(0);
         if let Some(shard) = self.shards.read().get(index) {
@@ -108,7 +108,7 @@ impl Note {
     }
 }
 
-/// Whether a pattern of a stream and one of a subscription share a type. In doubt they do.
+/// Whether a pattern of a stream and one of a subscription share a type. If in doubt, returns true.
 fn overlap(types: &str, pattern: &Pattern) -> bool {
     let (Ok(types), text) = (Pattern::new(types), dotted(pattern.as_str())) else {
         return true;
@@ -204,7 +204,7 @@ impl Shared {
     async fn ensure(&self, wanted: Wanted) -> Result<Arc<Topic>> {
         let _one = self.declaring.lock().await;
         let name = self.space.topic(&wanted.short);
-        // Another task may have been here first; a declared stream is compared each time.
+        // Another task may have created the topic meanwhile. A declared stream is compared each time.
         let undeclared = matches!(wanted.types[..], [Types::Named(_)]);
         if let Some(known) = self.known(&name).filter(|_| undeclared) {
             return Ok(known);
@@ -270,7 +270,7 @@ impl Shared {
                 .as_ref()
                 .map_or_else(Vec::new, |known| known.types.clone()),
         };
-        // Its types first, so that it is never known without them.
+        // The types come first, so that the topic is never known without them.
         let mut facts = Vec::new();
         for types in wanted.types {
             if !note.types.contains(&types) {
@@ -308,8 +308,8 @@ impl Shared {
 }
 
 impl Shared {
-    /// Waits until the leader of each partition answers. The cluster names leaders before they know it, and a
-    /// producer whose first records are refused loses count of them.
+    /// Waits until the leader of each partition answers. The cluster names leaders before they are ready. If the
+    /// first records of a producer are refused, they may be taken for repetitions later (see `Shared::placed`).
     async fn led(&self, name: &str, partitions: i32) -> Result<()> {
         let (link, topic) = (self.link.clone(), name.to_owned());
         let asked = blocking(move || {
@@ -336,7 +336,7 @@ pub(crate) struct Described {
     copies: usize,
 }
 
-/// `None` if there is no such topic, or if it has no leader yet.
+/// The partitions of a topic; `None` if the topic does not exist or has no leader yet.
 pub(crate) async fn partitions_of(link: &Arc<Link>, name: &str) -> Result<Option<Described>> {
     let (own, topic) = (link.clone(), name.to_owned());
     let asked = blocking(move || {

@@ -1,6 +1,6 @@
 //! An event as a record, in the dialect of its topic.
 //!
-//! In the native dialect the value is the payload as it is. In another one it is a document of that dialect, so
+//! In the native dialect the value is the payload as it is. In any other dialect it is a document of that dialect, so
 //! that a service without Everbus reads and writes the same topics. The key of the record is the ordering key.
 //! Headers carry what a document has no place for:
 //!
@@ -105,9 +105,9 @@ pub(crate) struct Read {
 }
 
 impl Read {
-    /// No subscription matches the record. If it is one of another program that names no type, or that cannot be
-    /// read, then no subscription could: returns whether it is for every group that reads its topic, which
-    /// dead-letters it.
+    /// For a record that no subscription matches: whether all groups that read the topic get it, to dead-letter it.
+    /// They do if another program wrote the record, and it names no type or cannot be read: then no subscription can
+    /// match it.
     pub(crate) fn is_for_all(&mut self, topic: &Topic) -> bool {
         if self.untyped && self.foreign.is_none() {
             let why = format!(

@@ -1,5 +1,6 @@
 //! One consumer of a group. It claims as many events as a fetch asks for. So a dropped fetch leaves no more than these
-//! events claimed, and the next fetch returns them. After a large fetch it claims as many again in advance.
+//! events claimed, and the next fetch returns them. After a large fetch it claims as many again in advance, and gives
+//! them back if no fetch comes for half of their lease.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -8,6 +9,7 @@ use std::time::Duration;
 use everbus_core::{
     BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Error, Lease, Pattern, Result,
 };
+use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
 use crate::Postgres;
@@ -44,13 +46,46 @@ impl Outlook {
     }
 }
 
+/// A look under way, or its result that no fetch has taken yet.
+struct Look {
+    task: JoinHandle<Result<Looked>>,
+    /// Dropped when a fetch waits for the result.
+    in_advance: Option<oneshot::Sender<()>>,
+}
+
+impl Look {
+    async fn result(&mut self) -> Result<Looked> {
+        self.in_advance = None;
+        let looked = (&mut self.task).await;
+        looked.map_err(|e| Error::new(Code::Internal, "looking for events failed").caused_by(e))?
+    }
+}
+
+/// Keeps the result of a look in advance until a fetch takes it. Handlers may have become slow meanwhile: then the
+/// events are given back before their leases end, since events whose leases end count as crashes of their worker.
+async fn kept(
+    engine: &Postgres,
+    mut looked: Looked,
+    taken: oneshot::Receiver<()>,
+    time: Duration,
+) -> Looked {
+    if !looked.deliveries.is_empty() && tokio::time::timeout(time, taken).await.is_err() {
+        let _returning = engine.returning.begin();
+        let leases: Vec<Lease> = looked.deliveries.drain(..).map(|d| d.lease).collect();
+        if let Err(error) = give_back(engine, &leases).await {
+            tracing::warn!(target: "everbus::postgres", %error, "events come again when their leases end");
+        }
+    }
+    looked
+}
+
 pub(crate) struct PgConsumer {
     engine: Arc<Postgres>,
     asking: Asking,
     /// Events that are claimed and not yet returned, each with the end of its lease.
     mailbox: VecDeque<(Delivery, i64)>,
     /// A look under way. It goes on when the fetch that began it is dropped.
-    running: Option<JoinHandle<Result<Looked>>>,
+    running: Option<Look>,
     /// How the next look is made.
     outlook: Outlook,
     closed: bool,
@@ -110,21 +145,28 @@ impl PgConsumer {
     }
 
     /// Begins a look, unless one is under way.
-    fn begin_look(&mut self, max: usize) -> &mut JoinHandle<Result<Looked>> {
+    fn begin_look(&mut self, max: usize) -> &mut Look {
         let (engine, asking) = (&self.engine, &self.asking);
         let eager = self.outlook.is_eager();
         self.running.get_or_insert_with(|| {
             let (engine, asking) = (engine.clone(), asking.clone());
-            tokio::spawn(async move { engine.look(&asking, max, eager).await })
+            let (in_advance, taken) = oneshot::channel();
+            let task = tokio::spawn(async move {
+                let looked = engine.look(&asking, max, eager).await?;
+                Ok(kept(&engine, looked, taken, asking.options.lease / 2).await)
+            });
+            Look {
+                task,
+                in_advance: Some(in_advance),
+            }
         })
     }
 
     /// Looks once, and puts events into the mailbox. Returns the look if there were none.
     async fn look(&mut self, max: usize) -> Result<Option<Looked>> {
-        let looked = self.begin_look(max).await;
+        let looked = self.begin_look(max).result().await;
         self.running = None;
-        let mut looked = looked
-            .map_err(|e| Error::new(Code::Internal, "looking for events failed").caused_by(e))??;
+        let mut looked = looked?;
         self.outlook.looked(&looked);
         let deliveries = std::mem::take(&mut looked.deliveries);
         if deliveries.is_empty() {
@@ -150,8 +192,8 @@ impl PgConsumer {
             let mut given = give_back(&engine, &leases).await;
             // A look waits until nothing is on its way back. Holding the guard while waiting for a look is a deadlock.
             drop(returning);
-            if let Some(running) = running
-                && let Ok(Ok(looked)) = running.await
+            if let Some(mut running) = running
+                && let Ok(looked) = running.result().await
             {
                 let _returning = engine.returning.begin();
                 let leases: Vec<Lease> = looked.deliveries.into_iter().map(|d| d.lease).collect();

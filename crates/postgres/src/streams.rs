@@ -67,7 +67,8 @@ impl Postgres {
         Ok(seq_from(get(&row, 0)?))
     }
 
-    /// The backlog of the group that is furthest behind in a stream, counted up to a limit.
+    /// The backlog of the group that is furthest behind in a stream, counted up to a limit. Ephemeral groups do not
+    /// count.
     async fn depth_of(&self, stream: &Pattern, limit: u64) -> Result<u64> {
         self.end_leases().await?;
         let conn = self.conn().await?;

@@ -131,8 +131,7 @@ impl Shared {
         }
     }
 
-    /// Settles events that no handler saw. `None` finishes an event; a duration gives it back, to be delivered after
-    /// it.
+    /// Settles events that no handler saw. `None` finishes an event; a duration gives it back, due after that time.
     pub(crate) async fn put_aside(
         &self,
         group: &Arc<Group>,

@@ -69,8 +69,10 @@ impl Shared {
         self.load_registry().await?;
         let covered = self.covered(pattern);
         let mut most = 0;
-        for (record, _) in self.load_groups().await? {
-            let keys = self.owed(&covered, &record)?;
+        let groups = self.load_groups().await?;
+        // Publishers do not wait for an ephemeral group.
+        for (record, _) in groups.iter().filter(|(record, _)| record.owner.is_none()) {
+            let keys = self.owed(&covered, record)?;
             if keys.is_empty() {
                 continue;
             }
@@ -134,7 +136,7 @@ impl Shared {
             }
             self.count_missed(key, &wanting).await;
             let limit = self.limit_of(key, recorded.get(key)).await;
-            // By default a stream that no group wants is not trimmed, except one of notices, which nobody has to read.
+            // By default a stream that no group wants is not trimmed, except a stream of notices: they need no reader.
             let is_notice = self.space.types(key)[0].starts_with("system.");
             let kept = self.options.keep_finished;
             let kept = kept.filter(|_| !wanting.is_empty() || is_notice);
@@ -227,7 +229,7 @@ impl Shared {
             if recorded != Some(&declared) {
                 let mut record = redis::cmd("HSET");
                 record.arg(self.space.own("limits")).arg(key);
-                // A full memory refuses it, and must not keep the stream from being trimmed.
+                // The server refuses this if its memory is full. That must not prevent trimming.
                 let _ = self.link.ask(record.arg(declared.to_string())).await;
             }
             return declared;

@@ -369,7 +369,7 @@ fn note(what: &str, done: Result<()>) {
     }
 }
 
-/// Shows that the engine is alive, and what it handles.
+/// Renews the sign of life of the engine, and publishes the patterns that it handles.
 async fn beat(shared: Weak<Shared>) {
     loop {
         tokio::time::sleep(BEAT).await;

@@ -150,5 +150,6 @@ pub(crate) fn app(state: &AppState) -> Router {
     let document = openapi::document(&all);
     all.extend(openapi::routes(&document));
     state.set_routes(all.iter().map(|route| route.listed.clone()).collect());
-    router(state, all).with_state(state.clone())
+    let router = router(state, all).fallback(crate::dashboard::nothing_here);
+    router.with_state(state.clone())
 }

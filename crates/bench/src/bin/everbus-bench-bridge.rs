@@ -1,8 +1,8 @@
 //! `cargo xtask bench bridge`: a bridge between each two engines, beside what its two ends do alone.
 //!
-//! In each round the events of a source are fetched and acked, the target is published to by eight tasks in
-//! batches, and a bridge carries as many events from one to the other. The ratio is that of the bridge to the slower
-//! of the two ends; medians count. Each part has an empty file, database or account of a private server.
+//! In each round the events of a source are fetched and acked, eight tasks publish to the target in batches, and a
+//! bridge carries as many events from one to the other. The ratio is the rate of the bridge divided by the rate of the
+//! slower end, both as medians. Each part has an empty file, or an empty place on a private server.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -129,7 +129,8 @@ impl Places {
                 server.fresh_database()
             }
             Place::Nats => {
-                // Accounts are those of the shared server; a space separates runs on one that syncs.
+                // Only the shared server has accounts, and it does not sync each write. On this one a space separates
+                // the runs.
                 let server = self.nats.take().or_else(|| Nats::start(Default::default()));
                 let server = self
                     .nats
@@ -168,7 +169,7 @@ struct Line {
     bridge: f64,
     source: f64,
     target: f64,
-    /// That of the bridge to the slower end.
+    /// The rate of the bridge divided by that of the slower end.
     ratio: f64,
     met: bool,
 }
@@ -272,7 +273,8 @@ async fn publish(bus: &Bus, events: usize, payload: usize) -> Outcome<Duration> 
     Ok(began.elapsed())
 }
 
-/// Fills a place, then fetches and acks what is there: a handler would need a store beside NATS and Kafka.
+/// Fills a place, then fetches and acks its events. There is no handler, which would need a store beside NATS and
+/// Kafka.
 async fn consume(url: &str, events: usize, payload: usize) -> Outcome<Duration> {
     let filled = Bus::open(url).await?;
     publish(&filled, events, payload).await?;

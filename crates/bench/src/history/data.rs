@@ -1,6 +1,6 @@
 //! Events whose histories look the same in a small log and in a large one.
 //!
-//! A page out of 5,000,000 can only be compared with one out of 50,000 if both pages have as many events. So
+//! A page out of 5,000,000 can only be compared with one out of 50,000 if both pages have the same number of events. So
 //! there are three kinds of entities. *Busy* ones: a fixed number, with the same density of events in both
 //! logs. *Scattered* ones: 120 events each over the whole log, however long it is. *Single* ones: one event
 //! each. Five events of six have the type of the queries.
@@ -91,7 +91,7 @@ impl Data {
         named(kind, entity, event_type)
     }
 
-    /// The names of the nth query: one entity after the other, in no order.
+    /// The names of the nth query: one entity after the other, in an order that looks random.
     pub(crate) fn asked(self, kind: Kind, n: u64) -> Names {
         let entities = self.entities(kind);
         let entity = match kind {

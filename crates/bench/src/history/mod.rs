@@ -19,7 +19,7 @@ use raw::Raw;
 
 pub(crate) use insert::measure as measure_insert;
 
-/// The patterns: their names, and the columns of the raw table that they give.
+/// The patterns: their names, and the columns of the raw table that they filter by.
 const PATTERNS: [(&str, &[&str]); 8] = [
     ("tenant", &["tenant"]),
     ("entity", &["entity"]),
@@ -37,7 +37,7 @@ const QUERIES: u64 = 200;
 const TURNS: u64 = 4;
 const LIMIT_US: f64 = 5000.0;
 
-/// What is measured: a pattern, the kind of entities it is about, and whether it ends at some time.
+/// What is measured: a pattern, the kind of entities that it asks for, and whether the query has an end time.
 #[derive(Clone, Copy)]
 struct Case {
     pattern: usize,
@@ -64,7 +64,7 @@ impl Case {
         cases
     }
 
-    /// Whether its pattern gives this column.
+    /// Whether its pattern filters by this column.
     fn has(self, column: &str) -> bool {
         PATTERNS[self.pattern].1.contains(&column)
     }
@@ -78,7 +78,7 @@ impl Case {
         }
     }
 
-    /// Every other query asks for the oldest.
+    /// Every other query asks for the oldest events first, unless it has an end time.
     fn order(self, n: u64) -> Order {
         match n.is_multiple_of(2) || self.until {
             true => Order::Newest,
@@ -86,7 +86,7 @@ impl Case {
         }
     }
 
-    /// How far into the log it ends, in thousandths.
+    /// How far into the log the end time is, in thousandths.
     fn share(self, n: u64) -> Option<i64> {
         let share = i64::try_from(n * 389 % 900 + 100).unwrap_or(1000);
         self.until.then_some(share)

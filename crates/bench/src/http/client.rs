@@ -12,7 +12,7 @@ use crate::failed;
 use crate::sample::wrong;
 
 const LENGTH: &[u8] = b"content-length:";
-/// Bytes that are read at once, at first.
+/// The first size of the read buffer.
 const ROOM: usize = 8 * 1024;
 
 pub(super) struct Client {
@@ -89,7 +89,7 @@ impl Client {
         Ok((status, self.bytes.split_to(length)))
     }
 
-    /// Reads what has come.
+    /// Reads the next bytes.
     pub(super) async fn more(&mut self) -> Result<()> {
         let read = self.stream.read_buf(&mut self.bytes).await;
         match read.map_err(failed)? {

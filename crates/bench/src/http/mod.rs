@@ -66,7 +66,7 @@ impl Serving {
     }
 }
 
-/// One event as a request has it.
+/// One event as the JSON of a request.
 fn document() -> String {
     let payload = String::from_utf8_lossy(&sample::payload()).into_owned();
     format!("{{\"type\":\"{TYPE}\",\"payload\":{payload}}}")

@@ -44,7 +44,7 @@ async fn on(bench: &Bench, bus: &Bus) -> Result<Figure> {
     for asset in assets(&String::from_utf8_lossy(&page)) {
         all += client.get(&asset).await?.len();
     }
-    // A million of five.
+    // A fifth of the events: a million rows of five million.
     let rows = (events / 5).max(PAGE);
     bench.say(format!("a list of {rows} rows"));
     let (mut lists, mut pages) = (Vec::new(), Vec::new());

@@ -1,4 +1,4 @@
-//! The bare handler: axum parses the same JSON, and answers when the bare group commit has it.
+//! The bare handler: axum parses the same JSON, and answers when the bare group commit has stored it.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

@@ -1,11 +1,16 @@
-//! Appending to the target: in order, repeated until the outcome is known, and one bad event apart from the others.
+//! Appending to the target: in the order of each key, repeated until the outcome is known, and one bad event apart from
+//! the others.
 
+use std::collections::{HashSet, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use everbus_core::{
     Appended, Class, Deduplication, Delivery, Error, Event, EventId, Failure, FailureKind, Result,
     Settlement, Verdict,
 };
+use futures_util::StreamExt as _;
+use futures_util::stream::FuturesOrdered;
 use tokio::sync::mpsc;
 
 use super::held::Held;
@@ -13,6 +18,8 @@ use super::route::Route;
 use super::{BATCH, Bridge, FIRST_PAUSE};
 use crate::guard;
 
+/// How many appends are under way at most: the target works on one while it waits for its disk with the other.
+const AT_ONCE: usize = 2;
 /// About this many bytes of payload are appended at a time.
 const MOST_BYTES: usize = 8 << 20;
 /// If the target refuses this many events and takes none between, they are not the cause.
@@ -34,7 +41,8 @@ pub(super) enum Carried {
 }
 
 impl Bridge {
-    /// Appends batches, one after another, and hands the verdicts on.
+    /// Appends batches and hands the verdicts on. Up to [`AT_ONCE`] batches are under way, as long as they share no
+    /// ordering key: the order of each key is kept.
     pub(super) async fn append(
         &self,
         route: &Route,
@@ -42,24 +50,41 @@ impl Bridge {
         mut batches: mpsc::Receiver<Vec<Delivery>>,
         verdicts: mpsc::Sender<Vec<Settlement>>,
     ) -> Result<()> {
-        let mut refused = 0;
-        while let Some(mut batch) = batches.recv().await {
-            // What waits together is one append.
-            while batch.len() < BATCH
-                && let Ok(more) = batches.try_recv()
-            {
-                batch.extend(more);
+        let refused = AtomicUsize::new(0);
+        let mut under_way = FuturesOrdered::new();
+        let mut keys: VecDeque<HashSet<String>> = VecDeque::new();
+        let mut next: Option<Vec<Delivery>> = None;
+        let mut more = true;
+        loop {
+            let may_start = |batch: &mut Vec<Delivery>| {
+                let shared = |key: &String| keys.iter().any(|keys| keys.contains(key));
+                keys.is_empty() || (keys.len() < AT_ONCE && !keys_of(batch).iter().any(shared))
+            };
+            if let Some(batch) = next.take_if(may_start) {
+                held.sending(&batch);
+                keys.push_back(keys_of(&batch));
+                under_way.push_back(Box::pin(self.carry_batch(route, batch, &refused)));
             }
-            held.sending(&batch);
-            let carried = Box::pin(self.carry_batch(route, batch, &mut refused)).await;
-            let (settled, ended) = carried?;
-            let taken = verdicts.send(settled).await;
-            ended?;
-            if taken.is_err() {
+            if !more && next.is_none() && under_way.is_empty() {
                 return Ok(());
             }
+            tokio::select! {
+                biased;
+                Some(carried) = under_way.next() => {
+                    keys.pop_front();
+                    let (settled, ended) = carried?;
+                    let taken = verdicts.send(settled).await;
+                    ended?;
+                    if taken.is_err() {
+                        return Ok(());
+                    }
+                }
+                batch = waiting(&mut batches), if more && next.is_none() => {
+                    more = batch.is_some();
+                    next = batch;
+                }
+            }
         }
-        Ok(())
     }
 
     /// Returns the verdicts, and the error that ends the bridge after them.
@@ -67,7 +92,7 @@ impl Bridge {
         &self,
         route: &Route,
         batch: Vec<Delivery>,
-        refused: &mut usize,
+        refused: &AtomicUsize,
     ) -> Result<(Vec<Settlement>, Result<()>)> {
         let mut decided = Vec::with_capacity(batch.len());
         for delivery in &batch {
@@ -159,10 +184,15 @@ impl Bridge {
     }
 
     /// Counts an outcome and makes it a verdict.
-    fn judge(&self, delivery: &Delivery, carried: Carried, refused: &mut usize) -> Result<Verdict> {
+    fn judge(
+        &self,
+        delivery: &Delivery,
+        carried: Carried,
+        refused: &AtomicUsize,
+    ) -> Result<Verdict> {
         match carried {
             Carried::Stored { duplicate } => {
-                *refused = 0;
+                refused.store(0, Ordering::Relaxed);
                 match duplicate {
                     true => self.counters.lock().duplicates += 1,
                     false => self.counters.lock().moved += 1,
@@ -174,8 +204,7 @@ impl Bridge {
                 after: Duration::ZERO,
             }),
             Carried::Refused(error) => {
-                *refused += 1;
-                if *refused > MOST_REFUSED {
+                if refused.fetch_add(1, Ordering::Relaxed) >= MOST_REFUSED {
                     let what = format!("{} refuses every event: {}", self.target, error.message());
                     return Err(error.with_message(what));
                 }
@@ -283,6 +312,23 @@ impl Bridge {
         }
         Ok(answers)
     }
+}
+
+/// The next batch, with what waits behind it: it becomes one append. `None` at the end.
+async fn waiting(batches: &mut mpsc::Receiver<Vec<Delivery>>) -> Option<Vec<Delivery>> {
+    let mut batch = batches.recv().await?;
+    while batch.len() < BATCH
+        && let Ok(more) = batches.try_recv()
+    {
+        batch.extend(more);
+    }
+    Some(batch)
+}
+
+fn keys_of(batch: &[Delivery]) -> HashSet<String> {
+    let keys = batch.iter();
+    let keys = keys.filter_map(|delivery| delivery.record.event.ordering_key());
+    keys.map(std::borrow::Cow::into_owned).collect()
 }
 
 /// The events, by their numbers, in parts of a bounded size.

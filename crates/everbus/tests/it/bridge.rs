@@ -48,7 +48,7 @@ fn group(name: &str) -> GroupName {
     GroupName::new(name).unwrap()
 }
 
-// conformance: engines/bridge-whole: a bridge carries every event once, in order, with its id, its times and its attributes
+// conformance: engines/bridge-whole: a bridge carries every event once, in the order of each key, with its id, its times and its attributes
 #[tokio::test]
 async fn everything_arrives_once_and_in_order() {
     on_every_engine(|lab| async move {
@@ -146,6 +146,32 @@ async fn outages_and_lost_answers_lose_and_double_nothing() {
         );
         assert_eq!(letters(&from).await, []);
         assert!(!stats.waiting);
+    }
+}
+
+// conformance: engines/bridge-keys: two appends are under way at a time, but never with events of the same key
+#[tokio::test]
+async fn a_batch_overtakes_another_only_without_a_common_key() {
+    for keyed in [true, false] {
+        let (from, _, _) = faulty().await;
+        let (to, target, _) = faulty().await;
+        for first in [0, 600] {
+            let events = (first..first + 600).map(|n| {
+                let event = Event::builder("order.placed").json(&n);
+                let key = keyed.then(|| "k".to_owned());
+                event.key(key.unwrap_or_else(|| format!("k{n}"))).build()
+            });
+            let events: Result<Vec<Event>, _> = events.collect();
+            from.publish_batch(events.unwrap()).await.unwrap();
+        }
+        // The first append is repeated after a pause.
+        target.append.add(1, Code::Unavailable);
+        let stats = caught_up(&from, &to).await;
+        assert_eq!((stats.moved, stats.refused), (1200, 0), "{stats:?}");
+        let mut arrived = numbers(&published(&to, "*").await);
+        assert_eq!(arrived.is_sorted(), keyed);
+        arrived.sort_unstable();
+        assert_eq!(arrived, (0..1200).collect::<Vec<_>>());
     }
 }
 

@@ -1,4 +1,4 @@
-//! What is committed of a partition, and how its events stand.
+//! What is committed of a partition, and the state of its events.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -33,7 +33,7 @@ impl Board {
             .any(|part| part.version > part.committed)
     }
 
-    /// A commit was acknowledged.
+    /// Records that a commit was acknowledged.
     pub(crate) fn committed(&mut self, slot: u32, version: u64) {
         if let Some(part) = self.parts.get_mut(&slot) {
             part.committed = part.committed.max(version);
@@ -41,14 +41,14 @@ impl Board {
         }
     }
 
-    /// A commit failed.
+    /// Records that a commit failed.
     pub(crate) fn not_committed(&mut self, slot: u32) {
         if let Some(part) = self.parts.get_mut(&slot) {
             part.lazy = true;
         }
     }
 
-    /// The server takes no commit of this partition: the others are committed without it for a while.
+    /// Records that the server refuses commits of this partition. For a while, the others are committed without it.
     pub(crate) fn refuse_commits(&mut self, slot: u32, now: Instant) {
         self.not_committed(slot);
         if let Some(part) = self.parts.get_mut(&slot) {
@@ -56,7 +56,7 @@ impl Board {
         }
     }
 
-    /// Whether a version is durable; `None` if it is not, and the partition is not this process's any more.
+    /// Whether a version is durable; `None` if it is not and the partition was revoked.
     pub(crate) fn is_committed(&self, slot: u32, version: u64) -> Option<bool> {
         match self.parts.get(&slot) {
             Some(part) => Some(part.committed >= version),
@@ -73,9 +73,9 @@ impl Board {
         self.parts.get(&slot).map_or(0, |part| part.version)
     }
 
-    /// How much of each partition waits here, and how many events that have not begun.
+    /// The load of each partition, and how many of its events have not begun.
     ///
-    /// Each partition is full by itself: events of one that no consumer takes hold up no other.
+    /// Each partition is full on its own: events that no consumer takes do not stop other partitions.
     pub(crate) fn loads(&self) -> impl Iterator<Item = (Partition, Load, usize)> {
         self.parts.values().map(|part| {
             let partition = (part.topic.name.clone(), part.partition);
@@ -87,7 +87,7 @@ impl Board {
         self.held
     }
 
-    /// How the events of each partition stand.
+    /// The state of the events of each partition.
     pub(crate) fn counts(&self) -> HashMap<Shard, Counts> {
         let count = |(slot, part): (&u32, &Part)| {
             let mut counts = Counts {
@@ -122,7 +122,7 @@ impl Board {
 }
 
 impl Part {
-    /// Events that have begun are bounded by what the metadata has room for.
+    /// The number of events that have not begun. [`MOST_OPEN`](super::MOST_OPEN) limits the others.
     fn fresh(&self) -> usize {
         self.rows.len().saturating_sub(self.open)
     }
@@ -174,9 +174,9 @@ impl Part {
     }
 }
 
-/// What is done up to a place. Beyond the last event that has begun only records are done that the group does not
-/// want. To save them would need room for as many ranges as were fetched; they are passed over again instead. Up to
-/// there the ranges are separated by unfinished events, of which only so many are begun.
+/// The progress up to `place`, the last event that has begun. Beyond it, only records are done that the group does
+/// not want. To save them could need as many ranges as records were fetched, so they are skipped again instead. Up to
+/// `place`, the ranges are separated by unfinished events, and the number of those is limited.
 fn up_to(progress: &Progress, place: u64) -> Progress {
     let mut kept = Progress::new(progress.floor());
     let mut open = None;
@@ -192,7 +192,7 @@ fn up_to(progress: &Progress, place: u64) -> Progress {
     kept
 }
 
-/// Due times in the metadata are read by other processes, on other machines.
+/// The system time, because other processes on other machines read the due times in the metadata.
 fn wall() -> Timestamp {
     use everbus_core::Clock as _;
     everbus_core::SystemClock.now()

@@ -65,7 +65,7 @@ impl Board {
                 continue;
             };
             if id.1 > part.begun {
-                // Places between the last that begun and this one count as begun with it.
+                // All places up to this one then count as begun.
                 let begun = begun.entry(id.0).or_default();
                 if part.open + *begun >= MOST_OPEN {
                     continue;

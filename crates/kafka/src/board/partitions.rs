@@ -15,15 +15,15 @@ use crate::wire::Read;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Arrived {
     Expected,
-    /// The server has removed this many places before it.
+    /// This many places before the record are missing.
     Gap(u64),
     /// The topic was created again: places begin anew.
     Anew,
 }
 
 impl Board {
-    /// A partition was assigned. `saved` is what the group committed last, `None` if nothing: then it begins
-    /// at `start`.
+    /// Opens a partition that was assigned. `saved` is what the group committed last. Without it, the group begins at
+    /// `start`.
     pub(crate) fn open_part(
         &mut self,
         topic: Arc<Topic>,
@@ -63,7 +63,7 @@ impl Board {
         found.map(|(slot, _)| *slot)
     }
 
-    /// A partition is not this process's any more. Returns what to commit last: attempts under way are over.
+    /// Closes a partition that was revoked, and ends its attempts. Returns what to commit last, if anything changed.
     pub(crate) fn close_shard(&mut self, shard: Shard) -> Option<Snapshot> {
         let slot = self.slot(shard)?;
         let part = self.parts.get_mut(&slot)?;
@@ -91,7 +91,7 @@ impl Board {
         snapshot
     }
 
-    /// How far a partition was committed that has gone.
+    /// Records the last committed version of a closed slot.
     pub(crate) fn set_closed(&mut self, slot: u32, version: u64) {
         self.closed.insert(slot, version);
         while self.closed.len() > MOST_CLOSED {
@@ -99,7 +99,7 @@ impl Board {
         }
     }
 
-    /// A record was fetched. `wanted`: a subscription of the group matches it.
+    /// Takes a record that was fetched. `wanted`: a subscription of the group matches it.
     pub(crate) fn arrive(
         &mut self,
         slot: u32,
@@ -213,7 +213,7 @@ impl Part {
     }
 }
 
-/// The failures of attempts that another process made. What went wrong there is not in the metadata.
+/// The failures of attempts that another process made. Their texts are not in the metadata.
 fn inherited_failures(entry: &Entry, lost: u32, now: Timestamp) -> Vec<Failure> {
     let failure = |attempt: u32| {
         let last = attempt == entry.attempts;
@@ -228,7 +228,7 @@ fn inherited_failures(entry: &Entry, lost: u32, now: Timestamp) -> Vec<Failure> 
         failure.alone = last && entry.alone && entry.last == Last::Running;
         failure
     };
-    // More than a dead letter shows are not made up.
+    // Makes up no more failures than a dead letter shows.
     let first = entry.attempts.saturating_sub(99).max(1);
     (first..=entry.attempts).map(failure).collect()
 }

@@ -16,7 +16,7 @@ pub(crate) struct Seat {
     pub(super) no_handler_after: Duration,
     pub(super) window: Window,
     pub(super) held: usize,
-    /// Settled since the window was last told.
+    /// How many events were settled since `told`, when the window was last updated.
     pub(super) settled: usize,
     told: Instant,
 }
@@ -44,7 +44,7 @@ impl Seat {
                 self.window.began(now);
                 self.told = now;
             }
-            // The window takes each number for what a whole step brought.
+            // The window expects the number of events that were settled in one whole step.
             (1.., held) if held == 0 || since >= step => {
                 let settled = std::mem::take(&mut self.settled);
                 self.window.settled(settled, now, step);
@@ -99,14 +99,14 @@ impl Board {
             .map_or(Duration::ZERO, |seat| seat.lease)
     }
 
-    /// Events that were set aside are looked at again.
+    /// Makes events that were set aside ready again.
     fn handlers_changed(&mut self) {
         for (id, _) in std::mem::take(&mut self.aside) {
             self.set_ready(id);
         }
     }
 
-    /// Skips events that no attempt has begun at and that no subscription matches any more.
+    /// Skips events without attempts that no subscription matches any more.
     pub(crate) fn refilter(&mut self, wanted: impl Fn(&Event) -> bool) {
         let mut unwanted = Vec::new();
         for (slot, part) in &self.parts {
@@ -122,7 +122,7 @@ impl Board {
         }
     }
 
-    /// Events that no consumer here has had a handler for, for too long. They are held from now on.
+    /// Takes the events that had no handler here for too long. They are held from now on.
     pub(crate) fn orphans(&mut self, now: Instant, token: impl Fn() -> u64) -> Vec<(RowId, u64)> {
         let after = self.seats.values().map(|seat| seat.no_handler_after).min();
         let Some(after) = after else {

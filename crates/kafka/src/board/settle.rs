@@ -51,7 +51,7 @@ impl Board {
         }
     }
 
-    /// Applies a settlement. Returns the version of the partition that has it; `None` if the lease is lost.
+    /// Applies a settlement. Returns the version of the partition that contains it; `None` if the lease is lost.
     pub(crate) fn settle(
         &mut self,
         id: RowId,
@@ -85,7 +85,7 @@ impl Board {
                 let row = self.row_mut(id)?;
                 row.failures.push(failure);
                 row.last = Last::Failed;
-                // It ended, and so did not end its process.
+                // The attempt ended with a failure, so it did not kill its process.
                 if std::mem::take(&mut row.suspect) {
                     self.held_suspects -= 1;
                 }
@@ -103,14 +103,14 @@ impl Board {
         Some(part.version)
     }
 
-    /// The settlement of this token was applied, and its answer was not awaited.
+    /// Records a settlement that was applied and not answered.
     pub(crate) fn doubt(&mut self, token: u64, at: (u32, u64)) {
         let parts = &self.parts;
         self.doubts.retain(|_, (slot, _)| parts.contains_key(slot));
         self.doubts.insert(token, at);
     }
 
-    /// Where a settlement is that was applied and not answered. It is answered from now on.
+    /// Takes the slot and version of a settlement that was applied and not answered. The caller answers it now.
     pub(crate) fn doubted(&mut self, token: u64) -> Option<(u32, u64)> {
         self.doubts.remove(&token)
     }
@@ -134,7 +134,7 @@ impl Board {
         }
     }
 
-    /// An event that was held waits, or is ready.
+    /// Puts back an event that was held: it waits until `due`, or is ready.
     pub(super) fn put_back(&mut self, id: RowId, due: Option<Instant>, now: Instant) {
         let Some(part) = self.parts.get_mut(&id.0) else {
             return;

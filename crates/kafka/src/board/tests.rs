@@ -57,7 +57,7 @@ impl Table {
             .arrive(self.slot, read, wanted, (self.now, SystemClock.now()))
     }
 
-    /// Claims and hands out; places, tokens and attempts.
+    /// Claims events and hands them out. Returns places, tokens and attempts.
     fn take(&mut self, max: usize) -> Vec<(u64, u64, u32)> {
         self.board.tick(self.now, Timestamp::EPOCH);
         let tokens = std::mem::take(&mut self.tokens);
@@ -90,7 +90,7 @@ impl Table {
             .unwrap();
     }
 
-    /// What another process would read after this one died now.
+    /// What another process would read if this one died now.
     fn committed(&mut self) -> Saved {
         let all = self.board.snapshots(true, self.now);
         let last = all.last().expect("something to commit");
@@ -325,7 +325,7 @@ fn a_full_partition_holds_up_no_other() {
         let mut loads = table.board.loads();
         loads.find(|((topic, _), ..)| topic == name).unwrap().1
     };
-    // More than one partition may hold, of which the only consumer takes none.
+    // The only consumer takes none of these events, and there is one more than a partition holds.
     table.board.set_handled(SEAT, vec![]);
     for place in 1..=MOST_FRESH as u64 {
         table.arrive(place, "k", true);
@@ -361,7 +361,7 @@ fn events_between_unwanted_records_are_handed_out() {
         let saved = table.committed();
         let last = taken.iter().map(|(place, ..)| *place).max();
         assert!(saved.progress.highest() <= last.unwrap(), "only what begun");
-        // The last first, so that most is done above the floor.
+        // In reverse order, so that most is done above the floor.
         for (place, token, _) in taken.into_iter().rev() {
             table.done(place, token);
             finished += 1;
@@ -539,7 +539,7 @@ fn quick_handlers_are_handed_more_with_each_commit() {
     for _ in 0..8 {
         most = most.max(held.len());
         table.now += STEP;
-        // Outcomes come in portions, and the consumer looks for more after each.
+        // Outcomes come in portions, and the consumer claims more events after each portion.
         let mut more = Vec::new();
         for portion in held.chunks(held.len() / 8 + 1) {
             for (place, token, _) in portion {

@@ -1,5 +1,5 @@
-//! Commits, on a thread of their own. A commit has the progress of every partition that changed since the last one,
-//! so settlements that wait at the same time share one.
+//! Commits, on a thread of their own. A commit contains the progress of every partition that changed since the last
+//! one, so settlements that wait at the same time share one commit.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -34,7 +34,7 @@ impl Member {
         }
     }
 
-    /// Commits what changed. False if that failed and is to be tried again.
+    /// Commits what changed. Returns false if that failed and has to be repeated.
     fn commit(&self, lazy: bool) -> bool {
         let Some(consumer) = self.consumer() else {
             return true;
@@ -78,7 +78,7 @@ impl Member {
     fn not_committed(&self, snapshot: &Snapshot, error: &KafkaError) {
         let (group, topic) = (&self.group.name, &snapshot.topic.name);
         tracing::debug!(target: "everbus::kafka", %group, topic, partition = snapshot.partition, %error, "a commit failed");
-        // A topic that was removed is not complained about here: its partitions are taken away soon.
+        // A removed topic is not reported here: its partitions are revoked soon.
         let lasting = [
             Kind::GroupAuthorizationFailed,
             Kind::TopicAuthorizationFailed,
@@ -93,8 +93,8 @@ impl Member {
     }
 }
 
-/// Commits partitions together. If the server refuses one of them it says so of the whole commit: then each is
-/// committed alone, so that it holds up no other.
+/// Commits partitions together. If the server refuses one of them, the whole commit fails. Then each partition is
+/// committed alone, so that the refused one does not stop the others.
 fn commit_all(
     snapshots: &[Snapshot],
     commit: impl Fn(&[Snapshot]) -> Result<(), KafkaError>,

@@ -14,11 +14,12 @@ use crate::board::{Load, Partition};
 use crate::errors::{kind, refused};
 use crate::offset_metadata::Saved;
 
-/// While a partition is full, consumers must take this many events
+/// A full partition is paused unless consumers take this many events within [`PATIENCE`].
 const QUICK: usize = 50;
-/// in this time. Otherwise the partition is paused.
+/// See [`QUICK`].
 const PATIENCE: Duration = Duration::from_millis(20);
-/// As it is if it is still full after this long: meanwhile there is no poll, and without polls no rebalance.
+/// A partition that is still full after this long is paused in any case: the thread does not poll meanwhile, and
+/// without polls there is no rebalance.
 const MOST_PATIENCE: Duration = Duration::from_millis(250);
 /// How often a full partition is looked at.
 const GLANCE: Duration = Duration::from_millis(1);
@@ -27,8 +28,8 @@ const GLANCE: Duration = Duration::from_millis(1);
 const COMMITTED_WITHIN: Duration = Duration::from_secs(30);
 
 impl Member {
-    /// Partitions come to this process: their progress is read before the first record. Returns them with the
-    /// offsets at which they begin.
+    /// Takes over assigned partitions: reads their progress before the first record. Returns them with the offsets at
+    /// which they begin.
     pub(super) fn assigned(
         &self,
         consumer: &BaseConsumer<Context>,
@@ -67,8 +68,8 @@ impl Member {
         with_offsets
     }
 
-    /// What the group committed. Without it no record can be taken: the member gives up if it does not come, and
-    /// consumers start another one.
+    /// The committed offsets of the group. No record can be taken without them: if they cannot be read, the member
+    /// gives up, and consumers start another one.
     fn committed(
         &self,
         consumer: &BaseConsumer<Context>,
@@ -102,9 +103,9 @@ impl Member {
 
     /// Stops fetching from partitions that are full, and goes on with those that have room again.
     ///
-    /// A pause throws away what the client has fetched ahead, so only partitions of slow consumers are paused. The
-    /// set is exact: the client reads a partition again from where it was assigned if it is resumed and was not
-    /// paused.
+    /// A pause discards what the client has fetched ahead, so only partitions of slow consumers are paused. The set
+    /// `paused` must be exact: if a partition is resumed that was not paused, the client reads it again from where it
+    /// was assigned.
     pub(super) fn hold_back(&self, consumer: &BaseConsumer<Context>) {
         let mut paused = self.paused.lock();
         let more = self.full_for_long(&paused);
@@ -124,7 +125,7 @@ impl Member {
         }
     }
 
-    /// Partitions that are full and not paused. This waits a moment while quick consumers make room.
+    /// The partitions to pause: they are full and not paused. Waits a moment while quick consumers make room.
     fn full_for_long(&self, paused: &BTreeSet<Partition>) -> Vec<Partition> {
         let begin = Instant::now();
         let (mut before, mut since) = (None, begin);
@@ -150,7 +151,7 @@ impl Member {
         }
     }
 
-    /// The client remembers that a partition was paused, also when it is given up and comes back.
+    /// Resumes paused partitions that are given up: the client would keep the pause if they come back.
     fn forget_pauses(&self, consumer: &BaseConsumer<Context>, partitions: &TopicPartitionList) {
         let mut paused = self.paused.lock();
         let is_gone = |(topic, partition): &&Partition| {
@@ -166,7 +167,7 @@ impl Member {
         paused.retain(|partition| !gone.contains(partition));
     }
 
-    /// Partitions go to another process: what is settled is committed, and their leases are over.
+    /// Gives up partitions: commits what is settled, and ends their leases.
     pub(super) fn revoked(
         &self,
         consumer: &BaseConsumer<Context>,

@@ -1,4 +1,4 @@
-//! The topics of our own: the one of groups, and those of dead letters.
+//! The topics without events: that of the groups, and those of dead letters.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,7 +11,8 @@ use crate::broker::Shared;
 use crate::client::Link;
 use crate::config::Options;
 
-/// The topic of groups, subscriptions and topics: one partition, compacted. One that is there and forgets is refused.
+/// The topic of groups, subscriptions and topics: one partition, compacted. An existing topic that deletes its
+/// records is refused.
 pub(crate) async fn declare_registry(
     link: &Arc<Link>,
     name: &str,
@@ -36,7 +37,7 @@ pub(crate) async fn declare_registry(
     Ok(())
 }
 
-/// Refuses a topic of dead letters that is there and forgets them.
+/// Refuses an existing topic of dead letters that deletes them.
 pub(crate) async fn check_dead(link: &Arc<Link>, name: &str) -> Result<()> {
     if partitions_of(link, name).await?.is_none() {
         return Ok(());
@@ -47,8 +48,8 @@ pub(crate) async fn check_dead(link: &Arc<Link>, name: &str) -> Result<()> {
     }
 }
 
-/// The topic of the dead letters of another topic. It takes letters of this size, and of each event that the other
-/// topic takes.
+/// Creates the topic of dead letters for the topic `of`, or raises its limit. It takes this letter, and the letter of
+/// every event that `of` takes.
 pub(crate) async fn declare_dead(
     shared: &Shared,
     name: &str,

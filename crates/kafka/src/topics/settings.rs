@@ -11,7 +11,7 @@ use super::{DEFAULT_MAX_BYTES, Topic, Wanted, partitions_of};
 use crate::client::Link;
 use crate::errors::of_kind;
 
-/// The settings of a topic; `None` if the user may not see them.
+/// The settings of a topic; `None` if they cannot be read, for example without the permission.
 pub(super) async fn configuration(link: &Link, name: &str) -> Option<ConfigResource> {
     let options = AdminOptions::new().request_timeout(Some(link.timeout));
     let topic = ResourceSpecifier::Topic(name);
@@ -72,7 +72,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// The durability of a topic, from its copies and settings.
+/// Sets the durability, the weaknesses and the largest record of a topic, from its copies and settings.
 pub(super) fn grade(topic: &mut Topic, config: &ConfigResource, copies: usize) {
     let number = |name: &str| value(config, name).and_then(|text| text.parse::<i64>().ok());
     topic.max_bytes = max_bytes(config);
@@ -145,7 +145,7 @@ pub(crate) async fn weaknesses(link: &Arc<Link>, name: &str) -> Vec<Weakness> {
     topic.weaknesses
 }
 
-/// Refuses a topic of our own that forgets: one of groups or of dead letters.
+/// Refuses a topic of groups or dead letters that deletes its records.
 pub(super) fn check_own(name: &str, config: &ConfigResource, compacted: bool) -> Result<()> {
     let refused = |what: &str, hint: &str| {
         let what = format!("the topic {name} cannot be used: {what}");
@@ -210,7 +210,7 @@ pub(super) async fn raise_max_bytes(
     }
 }
 
-/// What the cluster gives a topic whose creation says nothing.
+/// The cluster's defaults for new topics.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Defaults {
     pub(crate) copies: Option<u32>,

@@ -190,7 +190,7 @@ struct Claim<'a, 'c> {
     engine: &'a Postgres,
     tx: &'a Tx<'c>,
     asking: &'a Asking,
-    /// What the consumer handles.
+    /// The types that the consumer handles.
     patterns: &'a [Pattern],
     token: i64,
     now: Timestamp,

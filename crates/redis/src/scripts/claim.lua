@@ -1,6 +1,7 @@
 -- Hands out events of a group. Arguments: group, its name on the server, revision of its record, version of
 -- the registry, tag of this claim, tags of claims whose answers were lost, number wanted, lease in ms, time as
--- text, in which order new events come (ordered by key, merged by time, or empty), streams whose waiting events may come, streams whose new events may come.
+-- text, order of new events (ordered by key, merged by time, or empty), streams whose waiting events may be handed
+-- out, streams whose new events may be handed out.
 local g, name, revision, registry = arg(), arg(), arg(), arg()
 local tag, undo = arg(), {}
 for _ = 1, num() do undo[arg()] = true end
@@ -27,7 +28,7 @@ local function state_of(member, set)
   redis.call('ZREM', set, member)
 end
 
--- What a lost answer handed out was no attempt.
+-- An event in an answer that was lost had no attempt: it waits again.
 if next(undo) then
   for _, member in ipairs(redis.call('ZRANGE', LEASE, 0, -1)) do
     local _, _, attempts, by, okey = state_of(member, LEASE)
@@ -38,7 +39,7 @@ if next(undo) then
   end
 end
 
--- Whether a process that is gone had only this event in flight, in all groups.
+-- Whether a dead process had only one event in flight, over all groups.
 local alone = {}
 local function was_alone(by)
   local owner = string.match(by, '^[^.]*')
@@ -55,7 +56,7 @@ local function was_alone(by)
           end
         end
       end
-      -- The leases of one process may end one after the other.
+      -- The leases of a process may end one after another: this notes that the last one was not alone.
       local key = P .. 'notalone:' .. owner
       if count > 1 then redis.call('SET', key, '1', 'PX', 86400000) end
       alone[owner] = count == 1 and redis.call('EXISTS', key) == 0
@@ -82,12 +83,12 @@ end
 
 local out, lost, errors = {}, {}, {}
 local token = nil
--- An answer is bounded also in bytes: a large one takes longer than the client waits for it.
+-- The answer is also bounded in bytes: a very large answer takes longer than the client waits.
 local MOST_BYTES = 8388608
 local bytes = 0
 local function has_room() return #out < want and bytes < MOST_BYTES end
 
--- What was handed out and is not recorded yet: many events in one command each are quicker than one by one.
+-- Events that were handed out and are not recorded yet: one command for many events is quicker than one for each.
 local members, states, leases, dues = {}, {}, {}, {}
 local function record_all()
   if #members == 0 then return end
@@ -137,7 +138,7 @@ local function must_wait(member, okey)
   return false
 end
 
--- Events that wait and are due. Each turn takes one out of its set, or hands it out.
+-- Events that wait and are due. Each turn takes one event out of its set.
 for _, key in ipairs(may) do
   local DUE = due_set(g, key)
   local turns = 0
@@ -152,19 +153,19 @@ for _, key in ipairs(may) do
       local found = redis.pcall('XRANGE', key, id, id)
       local entry = not found.err and found[1]
       if not kind then
-        -- Nothing is known of it any more.
+        -- The event has no state any more.
       elseif found.err then
-        -- Only an answer says that an event is gone.
+        -- An error does not show that the event is gone: it is tried again in a second.
         errors[#errors + 1] = key .. ': ' .. found.err
         redis.call('ZADD', DUE, int(NOW + 1000), member)
       elseif must_wait(member, okey) then
-        -- The end of the event that it waits for lets it come.
+        -- The end of the event that it waits for makes it due again.
         redis.call('HSET', ST, member, state('P', '0', attempts, '', okey))
         redis.call('ZREM', DUE, member)
       elseif entry then
         hand_out(member, key, id, attempts + 1, okey, entry[2])
       else
-        -- It was deleted although a group had yet to finish it.
+        -- The event was deleted from its stream although the group had yet to finish it.
         finish(g, name, member, okey)
         redis.call('HINCRBY', P .. 'lost', g, 1)
         lost[#lost + 1] = member
@@ -178,7 +179,7 @@ local function read(key, count)
   local answer = redis.pcall('XREADGROUP', 'GROUP', name, 'everbus', 'COUNT', count, 'STREAMS', key, '>')
   if type(answer) == 'table' and answer.err then
     if string.find(answer.err, 'NOGROUP', 1, true) then
-      -- The stream was removed: what is in it now is new.
+      -- The stream was removed: all entries that it has now are new.
       answer = join_stream(g, key, name, '0-0', true)
       if not (type(answer) == 'table' and answer.err) then
         answer = redis.pcall('XREADGROUP', 'GROUP', name, 'everbus', 'COUNT', count, 'STREAMS', key, '>')
@@ -194,7 +195,7 @@ local function read(key, count)
   return answer[1][2]
 end
 
--- The first new event of a stream, as text that sorts, and its id.
+-- The first new event of each stream: its id as a text that sorts (peeked), and its id (heads).
 local peeked, heads = {}, {}
 local function peek(i, after)
   peeked[i] = nil
@@ -231,10 +232,10 @@ local function oldest()
   return first, second
 end
 
--- Stream by stream.
+-- Takes new events stream by stream.
 local function take_plain()
   for i = 1, streams do
-    -- A few first: their size says how many more there is room for.
+    -- A few first: their size shows how many more fit into the answer.
     local step = 8
     while has_room() do
       local count = math.min(step, want - #out)
@@ -248,7 +249,8 @@ local function take_plain()
   end
 end
 
--- In the order of the ids over all streams: of the stream with the oldest event as many as come before the next stream's.
+-- Takes new events in the order of their ids over all streams: from the stream with the oldest event, those that come
+-- before the first event of the next stream.
 local function take_merged()
   peek_all()
   while has_room() do
@@ -270,8 +272,8 @@ local function take_merged()
   end
 end
 
--- In the order of the ids over all streams, since a key may have events in several; of a key only the first. Returns
--- whether more was there than could be looked at.
+-- Takes new events in the order of their ids over all streams, since a key may have events in several streams. Of each
+-- key only the first event is handed out. Returns whether there were more events than it could look at.
 local function take_ordered()
   peek_all()
   local reads = 0
@@ -319,7 +321,7 @@ wake()
 local soon = nil
 local function sooner(set)
   local first = redis.call('ZRANGE', set, 0, 0, 'WITHSCORES')[2]
-  -- One that is over by now was left out of this claim.
+  -- A time in the past is that of an event that this claim left out.
   if first and (not soon or tonumber(first) < soon) then soon = math.max(tonumber(first), NOW) end
 end
 sooner(LEASE)

@@ -1,7 +1,7 @@
--- What the scripts share. KEYS[1] is the prefix of all keys of the engine.
+-- Functions that all scripts share. KEYS[1] is the prefix of all keys of the engine.
 local P = KEYS[1]
 local SEQS = 4194304
--- The most events in one command: the arguments of a call are bounded.
+-- The most events in one command: the number of arguments of a call is limited.
 local BULK = 500
 
 local function int(n) return string.format('%.0f', n) end
@@ -17,7 +17,7 @@ local function split_id(id)
   return ms, seq
 end
 
--- Ids as text that sorts like the ids.
+-- An id as a text. These texts sort like the ids.
 local function pad(id)
   local ms, seq = split_id(id)
   return string.rep('0', 20 - #ms) .. ms .. '-' .. string.rep('0', 20 - #seq) .. seq
@@ -28,7 +28,8 @@ local function of(member)
   return string.sub(member, 1, at - 1), string.sub(member, at + 1)
 end
 
--- The state of a delivered event: kind (F in flight, W waits, P behind its key), token, attempts, tag, key.
+-- The state of a delivered event: kind (F in flight, W waits, P waits behind another event of its key), token,
+-- attempts, tag, key.
 local function read_state(text)
   local kind, token, attempts, tag, okey = string.match(text, '^(%a)|(%d+)|(%d+)|([^|]*)|(.*)$')
   return kind, token, tonumber(attempts), tag, okey
@@ -38,15 +39,15 @@ local function state(kind, token, attempts, tag, okey)
   return kind .. '|' .. token .. '|' .. int(attempts) .. '|' .. tag .. '|' .. okey
 end
 
--- Events for one group are noted, so that other groups do not count them.
+-- A field of an entry that Everbus wrote. Entries of other programs may have fields of the same names.
 local function field_of(fields, name)
-  -- Entries of other programs may have fields of these names.
   if fields[1] ~= 'eb' then return nil end
   for i = 1, #fields, 2 do
     if fields[i] == name then return fields[i + 1] end
   end
 end
 
+-- How many events after an id are addressed to other groups: the group `g` does not count them.
 local function unread_of_others(key, after, g)
   local count = 0
   if g == 'everbus.archive' then return count end
@@ -89,7 +90,8 @@ local function pairs_of(flat)
   return map
 end
 
--- Another program wrote an id that is ahead of ours: this entry comes after it, and no other stream follows.
+-- An id for a stream in which another program wrote an id that is ahead of ours: the next id of that stream. The ids of
+-- other streams are not affected.
 local function id_after(key)
   local info = redis.pcall('XINFO', 'STREAM', key)
   if info.err then return nil end
@@ -116,7 +118,7 @@ local function add(key, fields)
   return id
 end
 
--- How many entries a stream ever had, without those that were taken back; and its facts.
+-- How many entries a stream ever had, without those that were taken back; and the answer of XINFO STREAM.
 local function total_of(key)
   local info = redis.pcall('XINFO', 'STREAM', key)
   if info.err then return 0, {} end
@@ -125,8 +127,9 @@ local function total_of(key)
   return info['entries-added'] - undone, info
 end
 
--- Groups count what they have read of each stream: the count of the server is wrong after a restart, and after another
--- program has trimmed the stream. What was removed before the group came counts as read.
+-- Lets a group begin to read a stream. The engine itself counts how many entries a group has read, because the count of
+-- the server is wrong after a restart, and after another program has trimmed the stream. Entries that were removed
+-- before the group began count as read.
 local function join_stream(g, key, name, start, make)
   local total, info = total_of(key)
   local last = info['last-generated-id'] or '0-0'
@@ -150,7 +153,7 @@ local function count_read(g, key, count)
   end
 end
 
--- How many entries of a stream a group has not read; `mine` is what the server tells of the group.
+-- How many entries of a stream a group has not read; `mine` is the answer of XINFO GROUPS for the group.
 local function unread_of(g, key, mine)
   local after = mine['last-delivered-id']
   local total, info = total_of(key)
@@ -158,7 +161,7 @@ local function unread_of(g, key, mine)
   if pad(info['recorded-first-entry-id']) > pad(after) then return info['length'] end
   if #redis.call('XRANGE', key, '(' .. after, '+', 'COUNT', 1) == 0 then return 0 end
   local read = redis.call('HGET', P .. 'read:' .. g, key)
-  -- Another program that reads for the group does not count.
+  -- Our count is only right if no other program reads for the group.
   if read and mine['consumers'] <= 1 then return math.max(1, math.min(total - tonumber(read), info['length'])) end
   if type(mine['lag']) == 'number' then return math.max(1, math.min(mine['lag'], info['length'])) end
   local unread, from = 0, after
@@ -177,7 +180,7 @@ local function undo_add(key, id)
   redis.pcall('HINCRBY', P .. 'undone', key, 1)
 end
 
--- A text that is new with every change, also after the server has lost some.
+-- A text that is different at every call, even after the server has lost writes.
 local function nonce()
   local t = redis.call('TIME')
   return t[1] .. '.' .. t[2] .. '.' .. int(redis.call('INCR', P .. 'counter'))
@@ -202,7 +205,7 @@ local function register(key, dialect)
   end
 end
 
--- The arguments, one after another.
+-- The next argument.
 local at = 0
 local function arg()
   at = at + 1
@@ -218,7 +221,8 @@ local function read_event()
   return event
 end
 
--- Finds what is known of ids, before anything is written. `seen` has the ids of the same call.
+-- Compares an event with what is known of its id, before anything is written. `seen` has the ids of the same call.
+-- Returns why the event is refused, or nil.
 local function check(event, seen)
   if not is_stream(event.key) then return { 'wrongtype', event.key } end
   local known = seen[event.id]
@@ -284,14 +288,14 @@ local function append_all(events, window)
   return nil, answers, done
 end
 
--- A full memory refuses scripts that begin with a write that needs memory. This one needs none, and what follows may
--- write: claims, verdicts and extensions free memory in the end.
+-- If the memory is full, the server refuses a script whose first write needs memory. The write here needs none, and
+-- after it the script may write: claims, verdicts and extensions free memory in the end.
 local function begin(g) redis.call('ZREM', P .. 'lease:' .. g, '') end
 
--- Due times, for each group and stream.
+-- The sorted set of due times, one for each group and stream.
 local function due_set(g, key) return P .. 'due:' .. #g .. ':' .. g .. ':' .. key end
 
--- An ordered group has its events of a key in one sorted set, oldest first.
+-- The sorted set with the unfinished events of a key in an ordered group, oldest first.
 local function key_set(g, okey) return P .. 'key:' .. #g .. ':' .. g .. ':' .. okey end
 
 local function wait_until(g, member, due, attempts, okey)
@@ -301,7 +305,7 @@ local function wait_until(g, member, due, attempts, okey)
   redis.call('ZADD', due_set(g, key), int(due), member)
 end
 
--- Lets the first event of a key come, if it stood behind another one.
+-- Makes the first event of a key due, if it waited behind another event.
 local function promote(g, okey)
   if okey == '' then return end
   local head = redis.call('ZRANGE', key_set(g, okey), 0, 0)[1]
@@ -317,7 +321,7 @@ local function promote(g, okey)
   end
 end
 
--- The next event of the key of a finished event may come.
+-- Removes a finished event from its key, and makes the next event of the key due.
 local function finish_key(g, member, okey)
   if okey == '' then return end
   local id, key = of(member)
@@ -325,14 +329,14 @@ local function finish_key(g, member, okey)
   promote(g, okey)
 end
 
--- Takes entries out of what the server holds for a group. A key that is no stream any more has none: what was
--- handled is finished all the same. Returns the error if the server refuses.
+-- Removes entries from the pending list of a group. If the key is no stream any more, it has no pending list, and that
+-- is no error. Returns the error if the server refuses.
 local function ack_entries(key, name, ids)
   local acked = redis.pcall('XACK', key, name, unpack(ids))
   if type(acked) == 'table' and not string.find(acked.err, 'WRONGTYPE', 1, true) then return acked.err end
 end
 
--- The group is done with an event.
+-- Finishes an event for a group: it is acked, and its state is removed.
 local function finish(g, name, member, okey)
   local id, key = of(member)
   local refused = ack_entries(key, name, { id })
@@ -345,7 +349,7 @@ local function finish(g, name, member, okey)
   finish_key(g, member, okey)
 end
 
--- An event that a group has finished, or never wanted, is delivered to it once more.
+-- Delivers an event to a group once more, after the group finished it or did not want it.
 local function revive(g, name, member, ordered, fields)
   local id, key = of(member)
   join_stream(g, key, name, '$')
@@ -357,7 +361,7 @@ local function revive(g, name, member, ordered, fields)
   WAKE = true
 end
 
--- A dead letter that is not open any more is kept apart: it leaves the stream of dead letters.
+-- Closes a dead letter: moves it from its stream of dead letters to the stream `letters`.
 local function close_letter(g, member, letter, stamp, by)
   local id, key = of(letter)
   local entry = redis.call('XRANGE', key, id, id)[1]

@@ -1,6 +1,6 @@
--- Stores the record of a group in place of the revision that was read, and begins its streams. Arguments: group,
--- its name, revision, record, version of the registry, number of streams; for each: stream, dialect, start. A
--- group that is on a stream already keeps its place: it may owe what it has not read there.
+-- Stores the record of a group in place of the revision that was read, and lets the group begin to read streams.
+-- Arguments: group, its name, revision, record, version of the registry, number of streams; for each: stream, dialect,
+-- start. A group that already reads a stream keeps its place: it may owe events that it has not read there.
 local g, name, revision, record, registry = arg(), arg(), arg(), arg(), arg()
 local n = num()
 local joins = {}

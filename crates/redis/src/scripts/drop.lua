@@ -1,5 +1,5 @@
--- Skips the oldest events of a group that wait, until at most `keep` are left. Arguments: group, its name,
--- reason, number to keep, streams.
+-- Skips the oldest waiting events of a group, until at most `keep` unfinished events are left. Arguments: group, its
+-- name, reason, number to keep, streams.
 local g, name, reason, keep = arg(), arg(), arg(), num()
 local wanted, keys = {}, {}
 for i = 1, num() do
@@ -22,7 +22,7 @@ end
 table.sort(waiting, function(a, b) return a[1] < b[1] end)
 local unread, next = 0, {}
 for _, key in ipairs(keys) do
-  -- The group may not have come to this stream yet.
+  -- The group may not read this stream yet.
   join_stream(g, key, name, '0-0')
   local groups = redis.pcall('XINFO', 'GROUPS', key)
   if not groups.err then
@@ -37,7 +37,7 @@ for _, key in ipairs(keys) do
     end
   end
 end
--- A step of this size does not hold the server up; the caller asks again.
+-- A step of this size does not block the server for long; the caller asks again.
 local over = math.min(#waiting + flying + unread - keep, 500)
 local dropped = {}
 for _, one in ipairs(waiting) do

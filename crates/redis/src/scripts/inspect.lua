@@ -1,5 +1,5 @@
--- How a group stands. Arguments: group, its name, number of streams that it wants, those streams.
--- Answers: in flight, waiting, dead letters, lost, active at; then for each stream: name, how far, unread,
+-- The progress of a group. Arguments: group, its name, number of streams that it wants, those streams.
+-- Answers: in flight, waiting, dead letters, lost, active at; then for each stream: name, last delivered id, unread,
 -- in flight, waiting, oldest id that is not finished (or empty), dead letters.
 local g, name = arg(), arg()
 local wants = {}
@@ -9,14 +9,14 @@ local dead_by_key = {}
 for member, letter in pairs(pairs_of(redis.call('HGETALL', P .. 'dead:' .. g))) do
   local id, key = of(letter)
   local there = redis.pcall('XRANGE', key, id, id)
-  -- A letter that another program took out of the stream is none any more. One that this user may not read is.
+  -- A letter that another program deleted from the stream does not count. A letter that this user may not read does.
   if there.err or #there > 0 then
     dead = dead + 1
     local _, stream = of(member)
     dead_by_key[stream] = (dead_by_key[stream] or 0) + 1
   end
 end
--- A lease that has ended is an event that waits.
+-- An event whose lease has ended counts as waiting.
 local flying = redis.call('ZCOUNT', P .. 'lease:' .. g, '(' .. int(NOW), '+inf')
 local known = redis.call('HLEN', P .. 'st:' .. g)
 local by_key = {}

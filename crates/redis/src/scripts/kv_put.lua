@@ -1,4 +1,4 @@
--- Puts a value. Arguments: bucket, key, value, expected revision (or empty), end of its life in ms from now (or 0).
+-- Puts a value. Arguments: bucket, key, value, expected revision (or empty), time until it expires in ms (or 0).
 local bucket, key, value, expected, ttl = arg(), arg(), arg(), arg(), num()
 local name = P .. 'kv:' .. bucket .. ':' .. key
 local known = redis.call('HGET', name, 'r')
@@ -9,7 +9,7 @@ redis.call('DEL', name)
 redis.call('HSET', name, 'r', revision, 'v', value)
 if ttl > 0 then redis.call('PEXPIRE', name, int(ttl)) end
 redis.call('HSET', P .. 'kv:' .. bucket, key, revision)
--- A value ends by itself; its name in the bucket is removed by a later put.
+-- The server removes an expired value; a later put removes its name from the bucket.
 local ends = P .. 'kv-ends'
 if ttl > 0 then
   redis.call('ZADD', ends, int(NOW + ttl), #bucket .. ':' .. bucket .. key)

@@ -1,5 +1,5 @@
--- A page of the dead letters of a group. Arguments: group, which (dead: open ones, old: the others), cursor, count, or
--- with one event after that only its letter. Answers: next cursor, then event and fields of each.
+-- A page of the dead letters of a group. Arguments: group, which (dead: open ones, old: the others), cursor, count, and
+-- an event (or empty): then only its letter is read. Answers: next cursor, then event and fields of each letter.
 local g, which, cursor, count, only = arg(), arg(), arg(), arg(), arg()
 local name = P .. which .. ':' .. g
 local next, flat = '0', {}

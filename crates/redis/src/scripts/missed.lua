@@ -1,5 +1,5 @@
 -- Counts events that other programs removed from a stream before groups had read them. Arguments: stream, number of
--- groups; for each: group, its name. Answers for each group how many it missed since the last count.
+-- groups; for each: group, its name. Answers for each group: how many events it missed since the last count.
 local key, groups, counts = arg(), {}, {}
 for i = 1, num() do
   groups[i] = { arg(), arg() }
@@ -17,10 +17,11 @@ for i, group in ipairs(groups) do
   local mine, READ = there[name], P .. 'read:' .. g
   local read = tonumber(redis.call('HGET', READ, key) or '')
   if mine and mine['consumers'] > 1 then
-    -- Another program reads for the group too, and does not count.
+    -- Another program reads for the group too, and does not update our count.
     if read then redis.call('HDEL', READ, key) end
   elseif mine then
-    -- How many it has yet to read is known at the end of the stream and before its beginning.
+    -- The number of unread entries is known only if the group has read to the end of the stream, or none of its
+    -- entries.
     local last, left = mine['last-delivered-id'], nil
     if pad(last) >= pad(info['last-generated-id']) then
       left = 0

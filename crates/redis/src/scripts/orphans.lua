@@ -1,5 +1,5 @@
--- Hands out new events that no process has handled for too long. Arguments: group, its name, tag of this claim, time
--- without a handler in ms, lease in ms, number of streams without a handler, those streams.
+-- Hands out new and waiting events that no process has handled for too long. Arguments: group, its name, tag of this
+-- claim, time without a handler in ms, lease in ms, number of streams without a handler, those streams.
 local g, name, tag, after, lease = arg(), arg(), arg(), num(), num()
 local ORPHANS = P .. 'orphans:' .. g
 local out, wanted = {}, {}
@@ -16,7 +16,7 @@ for _ = 1, num() do
     join_stream(g, key, name, '0-0')
     last = '0-0'
   end
-  -- One that was handed out before, and whose process died, waits.
+  -- Events that were handed out before and wait, for example because their process died.
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', due_set(g, key), '-inf', int(NOW - after), 'LIMIT', 0, 20)) do
     local id = of(member)
     local text = redis.call('HGET', P .. 'st:' .. g, member)
@@ -28,7 +28,8 @@ for _ = 1, num() do
       redis.call('ZREM', due_set(g, key), member)
       redis.call('ZADD', P .. 'lease:' .. g, int(NOW + lease), member)
       local failures = redis.call('HGET', P .. 'fail:' .. g, member) or ''
-      out[#out + 1] = { key, id, token, int(attempts), failures, entry[2], '0' }
+      local again = redis.call('HGET', P .. 'again:' .. g, member) or '0'
+      out[#out + 1] = { key, id, token, int(attempts), failures, entry[2], again }
     end
   end
   local function first()
@@ -38,7 +39,7 @@ for _ = 1, num() do
   local id = first()
   local since = NOW
   local known = redis.call('HGET', ORPHANS, key)
-  -- If the group has moved, some process handles the type.
+  -- If the group has read on since the last look, some process handles the type, and the time begins again.
   if known and id then
     local of_id, at_ms = string.match(known, '^(%S+) (%d+)$')
     if of_id == id then since = tonumber(at_ms) end

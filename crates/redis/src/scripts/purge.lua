@@ -1,10 +1,11 @@
 -- Removes open dead letters, and their events if no other group needs them. Arguments: group, reason of a skip, number,
--- events, each with the groups that want it. Answers for each: 1 with its event, 0 without, empty if it is not open.
+-- events, each with the groups that want it. Answers for each: 1 if the event was removed too, 0 if it was not, empty
+-- if the letter is not open.
 local g, reason = arg(), arg()
 local answers = {}
 for i = 1, num() do
   local member = arg()
-  -- The groups that want the event: one that has not come to the stream yet needs it.
+  -- The groups that want the event. A group that does not read the stream yet needs the event.
   local must, there = {}, {}
   for j = 1, num() do must[j] = arg() end
   local id, key = of(member)

@@ -1,6 +1,6 @@
--- Retries a dead letter whose event is not in its stream any more: the event that the letter has is appended, for this
--- group only. Arguments: group, its name, whether it is ordered, whether it wants the stream, dead event, time as text,
--- number of fields, fields of the event. Answers: ok, none (the letter is not open), or failed and the error.
+-- Retries a dead letter whose event is not in its stream any more: the copy of the event in the letter is appended, for
+-- this group only. Arguments: group, its name, whether it is ordered, whether it wants the type, dead event, time as
+-- text, number of fields, fields of the event. Answers: ok, none (the letter is not open), or failed and the error.
 local g, name, ordered, wants = arg(), arg(), arg() == '1', arg() == '1'
 local member, stamp = arg(), arg()
 local fields = {}
@@ -14,7 +14,7 @@ local new = id .. '@' .. key
 redis.call('ZADD', P .. 'addressed:' .. key, 0, pad(id) .. '@' .. g)
 redis.call('HSET', P .. 'again:' .. g, new, '1')
 close_letter(g, member, letter, stamp, '')
--- If the event dies again, its letter goes on from this one.
+-- If the event dies again, its new letter continues this one.
 local kept = redis.call('HGET', P .. 'old:' .. g, member)
 if kept then
   redis.call('HSET', P .. 'old:' .. g, new, kept)

@@ -1,6 +1,7 @@
--- Delivers events to a group once more. Arguments: group, its name, whether it is ordered, what (letter: open dead
--- letters, event: any event, ask: nothing happens), time as text, events, each
--- with whether the group wants it. Answers for each: queued, owed, gone (the stream has it no more) or none.
+-- Delivers events to a group once more. Arguments: group, its name, whether it is ordered, what (letter: retry open
+-- dead letters, event: deliver any event, ask: change nothing), time as text, number of events, events, each with
+-- whether the group wants it. Answers for each: queued, owed, gone (not in the stream any more), or none (no open dead
+-- letter).
 local g, name, ordered, what, stamp = arg(), arg(), arg() == '1', arg(), arg()
 local answers = {}
 local after = {}
@@ -28,7 +29,7 @@ for i = 1, num() do
         if info['name'] == name then after[key] = pad(info['last-delivered-id']) end
       end
     end
-    -- Beyond its position a group owes what it wants; a stream that it does not want has no position.
+    -- A group owes the events that it wants after its position, or all of them if it has no position in the stream.
     local beyond = wants and (not after[key] or pad(id) > after[key])
     if letter or beyond or redis.call('HEXISTS', P .. 'st:' .. g, member) == 1 then answer = 'owed' end
   end

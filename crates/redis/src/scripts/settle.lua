@@ -1,10 +1,10 @@
--- Applies verdicts: each one whole or not at all. Arguments: window in ms, number of
--- verdicts; for each: verdict, group, its name, event, token. An ack without anything else (K) ends there; the others go
--- on with delay, failure, reason, inbox record, dead letter (stream and fields), notices and follow-ups.
+-- Applies verdicts: each one whole or not at all. Arguments: window in ms, number of verdicts; for each: verdict,
+-- group, its name, event, token. The verdict K is an ack without anything else, and has no more arguments. The others
+-- go on with delay, failure, reason, inbox record, dead letter (stream and fields), notices and follow-ups.
 local window, n = arg(), num()
 local answers = {}
 
--- Acks without anything else, of one group: they are applied together.
+-- Acks without anything else. Those of one group are applied together.
 local acks = {}
 local function settle_acks()
   if #acks == 0 then return end
@@ -35,7 +35,7 @@ local function settle_acks()
   acks = {}
   if not next(ids) then return end
   begin(g)
-  -- First the server's own record. Where it is refused, nothing of these acks is recorded.
+  -- First XACK. If the server refuses it for a stream, none of the acks of that stream is recorded.
   local members = {}
   for key, of_key in pairs(ids) do
     local refused = ack_entries(key, name, of_key[1])
@@ -79,14 +79,14 @@ local function settle_one(i, g, name, member, token, verdict, delay, failure, re
       end
     end
     if answer == 'ok' then
-      -- A notice that was appended before, with another text, is there: once is enough.
+      -- A notice that was appended before with another text is left out: once is enough.
       for _, event in ipairs(notices) do
         if check(event, seen) then event.none = true end
       end
     end
     if answer == 'ok' and dlq ~= '' and not is_stream(dlq) then answer = 'wrongtype ' .. dlq end
   end
-  -- First what must not be missing after the end of the event: dead letter, skip, notice, follow-ups. If one of them
+  -- First everything that must be there when the event ends: dead letter, skip, notice, follow-ups. If one of them
   -- is refused, nothing of the verdict stays.
   local letter_id, skip_id, failed, done
   if answer == 'ok' then

@@ -1,6 +1,6 @@
--- Takes over events that another program read for the group and did not finish: they are pending and have no
--- lease of ours. Arguments: group, its name, stream, shortest idle time in ms, first id, count,
--- whether the group is ordered.
+-- Takes over events that another program read for the group and did not finish: they are pending, and have no state of
+-- ours. Arguments: group, its name, stream, shortest idle time in ms, first id, count, whether the group is ordered.
+-- Answers: how many events were taken over, and the next first id (empty at the end).
 local g, name, key, idle, from, count, ordered = arg(), arg(), arg(), arg(), arg(), num(), arg() == '1'
 local page = redis.pcall('XPENDING', key, name, 'IDLE', idle, from, '+', count)
 if page.err then return { '0', '' } end

@@ -1,4 +1,4 @@
--- Forgets what has no use any more, one step of it. Arguments: group, how long retried letters are kept in ms, cursor,
+-- Removes retried dead letters after a time, one step of it. Arguments: group, how long they are kept in ms, cursor,
 -- count. Answers: the next cursor.
 local g, kept, cursor, count = arg(), num(), arg(), arg()
 local oldest = pad(int(NOW - kept) .. '-0')
@@ -7,7 +7,7 @@ local page = redis.call('HSCAN', P .. 'old:' .. g, cursor, 'COUNT', count)
 for i = 1, #page[2], 2 do
   if pad(page[2][i + 1]) < oldest then redis.call('HDEL', P .. 'old:' .. g, page[2][i]) end
 end
--- A letter that another program took out of its stream is none any more.
+-- Also removes records of letters that another program deleted from their streams.
 if cursor == '0' then
   for member, letter in pairs(pairs_of(redis.call('HRANDFIELD', P .. 'dead:' .. g, count, 'WITHVALUES'))) do
     local id, key = of(letter)

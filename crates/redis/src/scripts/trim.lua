@@ -1,6 +1,6 @@
 -- Removes events from the beginning of a stream that every group has finished. Arguments: stream, the most
--- events that may stay (or -1), oldest time in ms that may stay (or -1), groups that must be on the stream, groups of
--- the engine that do not want it. An open dead letter has its event, which need not stay for it.
+-- events that may stay (or -1), oldest time in ms that may stay (or -1), groups that must read the stream, groups of
+-- the engine that do not want it. An open dead letter has a copy of its event, so the event need not stay for it.
 local key, most, oldest = arg(), num(), num()
 if redis.call('TYPE', key).ok ~= 'stream' then return '0' end
 local want = nil
@@ -36,7 +36,7 @@ for _, group in ipairs(redis.call('XINFO', 'GROUPS', key)) do
   local info = pairs_of(group)
   groups[info['name']] = true
   local ms, seq = split_id(info['last-delivered-id'])
-  -- MINID keeps the id itself: what was delivered and finished may go up to the one after.
+  -- MINID keeps the id itself, so the last delivered event stays.
   if not unwanting[info['name']] then lower(ms .. '-' .. seq) end
   if info['pending'] > 0 then
     local first = redis.call('XPENDING', key, info['name'])[2]

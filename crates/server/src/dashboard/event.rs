@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use axum::extract::{Path, State};
 use axum::response::Response;
-use everbus::{EventId, EventState, GroupState, Recorded};
+use everbus::{EventId, EventState, GroupInfo, GroupState, Recorded};
 use maud::{Markup, html};
 
 use super::page::{Page, PageError, Place, may_operate};
@@ -22,6 +22,7 @@ pub(super) async fn show(
     let record = &found.event;
     let id = record.event.id();
     let event = &record.event;
+    let unsubscribed = unsubscribed(&state, &caller, &found).await;
     let body = html! {
         div.head {
             h1.wrap { (event.event_type()) }
@@ -46,7 +47,7 @@ pub(super) async fn show(
             div.stack {
                 section.card {
                     header { h2 { "In each group" } }
-                    div.body { (timelines(&found.states)) }
+                    div.body { (timelines(&found.states, &unsubscribed)) }
                 }
                 section.card {
                     header { h2 { "Envelope" } }
@@ -123,12 +124,37 @@ fn envelope(record: &Recorded) -> Markup {
     parts::facts(facts)
 }
 
-fn timelines(states: &[(String, GroupState)]) -> Markup {
+/// The groups that passed the event because none of their subscriptions matches its type. The engine counts such an
+/// event as done, and its page must not say that it was handled.
+async fn unsubscribed(state: &AppState, caller: &Caller, found: &EventPage) -> Vec<String> {
+    // Without the groups the page shows the state that the engine reports.
+    let groups = state.bus().groups().await.unwrap_or_default();
+    let event_type = found.event.event.event_type();
+    let wants = |name: &String| {
+        let of = |group: &&GroupInfo| caller.group_shown(&group.name).as_ref() == Some(name);
+        let group = groups.iter().find(of);
+        group.is_none_or(|group| {
+            let mut subscriptions = group.subscriptions.iter();
+            subscriptions.any(|subscription| subscription.pattern.matches(event_type))
+        })
+    };
+    let passed = |state: &GroupState| {
+        state.state == EventState::Done
+            && state.failures.is_empty()
+            && state.skipped.is_none()
+            && state.ended.is_none()
+    };
+    let states = found.states.iter();
+    let names = states.filter(|(name, state)| passed(state) && !wants(name));
+    names.map(|(name, _)| name.clone()).collect()
+}
+
+fn timelines(states: &[(String, GroupState)], unsubscribed: &[String]) -> Markup {
     if states.is_empty() {
         return html! { p.muted { "No group has this event. Groups that subscribe later begin after it, unless they begin at the first event." } };
     }
     html! {
-        @for (name, state) in states {
+        @for (name, state) in states.iter().filter(|(name, _)| !unsubscribed.contains(name)) {
             div.stack {
                 div.row.between {
                     a href={ "/groups/" (crate::api::percent_encoded(name)) } { b { (name) } }
@@ -136,6 +162,9 @@ fn timelines(states: &[(String, GroupState)]) -> Markup {
                 }
                 (timeline(state))
             }
+        }
+        @if !unsubscribed.is_empty() {
+            p.small.muted { "Not subscribed to this type: " (unsubscribed.join(", ")) }
         }
     }
 }

@@ -514,6 +514,51 @@ async fn a_command_that_hangs_is_killed_with_its_children() {
     api.stop().await;
 }
 
+// conformance: operations/dashboard-unsubscribed: the page of an event does not say that a group handled it if the group is not subscribed to its type
+#[tokio::test]
+async fn a_group_that_does_not_want_an_event_did_not_handle_it() {
+    let api = Api::start().await;
+    for (group, pattern) in [("billing", "order.*"), ("mail", "customer.*")] {
+        let declare = json!({ "patterns": [pattern] });
+        let path = format!("/v1/groups/{group}/fetch");
+        api.post(&path, None, &declare).await.ok(200);
+    }
+    let id = api.publish(None, "order.placed").await;
+    let fetch = json!({ "wait_ms": 30000 });
+    let got = api.post("/v1/groups/billing/fetch", None, &fetch).await;
+    let item = json!({ "lease": got.ok(200)["items"][0]["lease"], "verdict": "ack" });
+    let settle = json!({ "items": [item] });
+    api.post("/v1/groups/billing/settle", None, &settle)
+        .await
+        .ok(200);
+    let page = api.get(&format!("/events/{id}"), None).await;
+    let page = String::from_utf8(page.body).unwrap();
+    assert_eq!(page.matches("Handled at the first attempt").count(), 1);
+    assert!(page.contains("Not subscribed to this type: mail"), "{page}");
+    api.stop().await;
+}
+
+// conformance: operations/dashboard-lost: a person at an unknown path gets a page that leads back; other clients get a problem document
+#[tokio::test]
+async fn an_unknown_path_is_a_page_for_a_person_and_a_problem_for_a_program() {
+    let api = Api::start().await;
+    let html = [("accept", "text/html,application/xhtml+xml,*/*;q=0.8")];
+    let page = api.send("GET", "/evnets", None, &html, b"").await;
+    assert_eq!(page.status, 404);
+    assert!(
+        page.head.contains("content-type: text/html"),
+        "{}",
+        page.head
+    );
+    let text = String::from_utf8(page.body).unwrap();
+    assert!(text.contains("href=\"/\""), "{text}");
+    for (path, headers) in [("/evnets", &[][..]), ("/v1/evnets", &html[..])] {
+        let got = api.send("GET", path, None, headers, b"").await;
+        assert_eq!(got.problem(404), "NotFound", "{path}");
+    }
+    api.stop().await;
+}
+
 // conformance: operations/exec-background: a command has ended when it exits, also if a process that it left keeps its pipes open
 #[tokio::test]
 async fn a_command_that_leaves_a_process_behind_has_ended() {

@@ -1,4 +1,4 @@
-//! `--bloat N`: what PostgreSQL's hot tables weigh while N events go through.
+//! `--bloat N`: how large PostgreSQL's hot tables are while N events go through.
 //!
 //! Events are published and handled at the same time; one in a hundred fails once. After each tenth the sizes of
 //! the tables that every claim and settlement writes are printed, with the rate of that tenth. Flat lines are
@@ -29,7 +29,7 @@ pub(crate) struct Sample {
     claims: i64,
     deliveries: i64,
     groups: i64,
-    /// Rows that are gone and not cleaned up, in all of them.
+    /// Dead rows that are not vacuumed yet, of all hot tables.
     dead_rows: i64,
 }
 

@@ -18,7 +18,7 @@ use crate::{BATCH, Line, Outcome, Plan, median, ours, redis, round};
 const TYPE: &str = "orders.order.placed";
 const STREAM: &str = "orders:order-placed";
 const GROUP: &str = "notification-service";
-/// Everbus is to consume this many times as fast.
+/// Everbus must consume this many times as fast.
 const LEAST: f64 = 5.0;
 /// A service that says nothing for this long is stuck.
 const PATIENCE: Duration = Duration::from_secs(300);
@@ -68,7 +68,7 @@ async fn open(url: &str) -> Outcome<Bus> {
 }
 
 async fn fill(bus: &Bus, events: usize, payload: usize) -> Outcome<()> {
-    // A document of that system is an object.
+    // The payload of a framework document is an object.
     let text = "x".repeat(payload - r#"{"text":""}"#.len());
     let body = serde_json::json!({ "text": text });
     for _ in 0..events / BATCH {
@@ -85,7 +85,7 @@ async fn fill(bus: &Bus, events: usize, payload: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// The service, from its first message to the last.
+/// How long the service takes, from its first message to the last.
 async fn python(packages: &std::path::Path, url: &str, events: usize) -> Outcome<Duration> {
     let script = concat!(
         env!("CARGO_MANIFEST_DIR"),
@@ -106,7 +106,7 @@ async fn python(packages: &std::path::Path, url: &str, events: usize) -> Outcome
     Ok(Duration::try_from_secs_f64(seconds)?)
 }
 
-/// The same by Everbus, from the start of the bus to the last settlement.
+/// How long Everbus takes, from the start of the bus to the last settlement.
 async fn everbus(url: &str, events: usize, payload: usize) -> Outcome<Duration> {
     let bus = open(url).await?;
     let handled = Arc::<AtomicU64>::default();

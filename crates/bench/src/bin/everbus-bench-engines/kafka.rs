@@ -1,8 +1,8 @@
 //! Kafka: Everbus beside the client library on a topic of its own.
 //!
 //! The raw loop awaits every acknowledgement of a publish, with the same producer settings and headers. It polls in one
-//! thread and commits in another, as Everbus does: each commit waits for the server, and has what came meanwhile. Unlike
-//! Everbus it commits no attempts before they begin.
+//! thread and commits in another, as Everbus does: each commit waits for the server, and covers all records that came
+//! meanwhile. Unlike Everbus it commits no attempts before they begin.
 //!
 //! Both have their topic, and have joined the group, before the time is taken.
 
@@ -36,7 +36,7 @@ fn server() -> Outcome<&'static Kafka> {
 
 pub(crate) async fn ours(plan: &Plan, payload: usize) -> Outcome<Round> {
     let server = server()?;
-    // One for each scenario of a round.
+    // One space for each scenario of a round.
     let mut spaces = Vec::new();
     for _ in 0..3 {
         spaces.push(with_topic(server.fresh_space()).await?);
@@ -49,8 +49,8 @@ pub(crate) async fn ours(plan: &Plan, payload: usize) -> Outcome<Round> {
     .await
 }
 
-/// The topic is there before the first publish, as that of the raw client is. The event that creates it is for a group
-/// that does not exist.
+/// Creates the topic before the first publish, as for the raw client. The event that creates it is for a group that
+/// does not exist.
 async fn with_topic(url: String) -> Outcome<String> {
     let bus = Bus::open(&url).await?;
     let first = Event::builder("bench.event.first").addressed_to(&GroupName::new("other")?);
@@ -133,7 +133,7 @@ impl Raw {
         answer.map(drop).map_err(|(error, _)| error.into())
     }
 
-    /// A batch is this many publishes in flight.
+    /// Publishes in batches: a batch is [`BATCH`] sends in flight.
     async fn publish(&self, events: usize, payload: usize) -> Outcome<Duration> {
         let began = Instant::now();
         let mut tasks = JoinSet::new();

@@ -2,8 +2,8 @@
 //! machine, with the same durability, the same batches and the same number of tasks.
 //!
 //! Raw and Everbus take turns for several rounds, each on an empty database or account of a private server, and
-//! the median counts. The one that begins changes from round to round, since the server cleans up after the other
-//! meanwhile. A rate counts only if everything was stored and handled.
+//! the median counts. Each of the two begins every other round, because the server may still clean up after the first
+//! while the second is measured. A rate counts only if everything was stored and handled.
 
 mod bloat;
 mod faststream;
@@ -112,7 +112,7 @@ struct Line {
     #[serde(skip_serializing_if = "Option::is_none")]
     medians: Option<[f64; 2]>,
     /// Of `latency`: the lowest and the highest of the rounds, of Everbus and of the raw client. Two rounds of the same
-    /// client differ by this much: a smaller difference between the two says nothing.
+    /// client differ by this much, so a smaller difference between Everbus and the raw client says nothing.
     #[serde(skip_serializing_if = "Option::is_none")]
     spread: Option<[[f64; 2]; 2]>,
     /// `ours / raw`; for `latency` it is the difference in microseconds.
@@ -121,7 +121,7 @@ struct Line {
     met: bool,
 }
 
-/// What one round of an engine measures, by raw and by Everbus.
+/// The measurements of one round, of raw or of Everbus.
 struct Round {
     publish: Duration,
     consume: Duration,
@@ -374,7 +374,7 @@ fn print_rows(lines: &[Line]) {
     }
 }
 
-/// Tells the person who waits.
+/// Prints the progress.
 fn say(line: &str) {
     use std::io::Write as _;
     let _ = writeln!(std::io::stderr(), "{line}");

@@ -66,7 +66,7 @@ async fn connect(url: &str) -> Outcome<Context> {
 }
 
 async fn create(context: &Context) -> Outcome<PullConsumer> {
-    // As Everbus makes one. The configuration of the client library has no atomic batches without a feature.
+    // A stream as Everbus makes it. Without a feature, the configuration of the client library has no atomic batches.
     let config = serde_json::json!({
         "name": "RAW",
         "subjects": ["bench.>"],
@@ -107,7 +107,7 @@ async fn send(context: &Context, payload: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// Stores events as a whole: the server answers to the last of them.
+/// Stores a batch as a whole: the server answers to its last event.
 async fn send_batch(context: &Context, payload: usize) -> Outcome<()> {
     let batch = Uuid::now_v7().to_string();
     for number in 1..=BATCH {

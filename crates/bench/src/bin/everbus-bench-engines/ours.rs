@@ -12,8 +12,9 @@ use crate::{BATCH, Outcome, PUBLISHERS, Plan, Round};
 
 const TYPE: &str = "bench.event.stored";
 
-/// One round; `fresh` gives an empty place for each scenario. A group that does not last needs no store for
-/// its dead letters: an engine without one does the same work as its raw client then.
+/// Measures one round. `fresh` returns the URL of an empty place for each scenario. If not `lasting`, the group is
+/// ephemeral and needs no store for dead letters, so that an engine without a store does the same work as its raw
+/// client.
 pub(crate) async fn round(
     plan: &Plan,
     payload: usize,
@@ -59,7 +60,7 @@ pub(crate) async fn publish(bus: &Bus, events: usize, payload: usize) -> Outcome
     Ok(began.elapsed())
 }
 
-/// Handles what is stored, and waits until it is settled.
+/// Handles the stored events, and waits until they are settled.
 async fn consume(bus: &Bus, handled: &AtomicU64, events: usize) -> Outcome<Duration> {
     let began = Instant::now();
     bus.start().await?;

@@ -4,7 +4,7 @@
 //! the row of the group, takes the next events and notes the claim; then it removes the claim. As in Everbus the commit
 //! of a claim does not wait for the disk, and that of a publish and of an ack does. It has no retries, no dead letters,
 //! no deduplication beyond the unique id, and it loses events that commit out of order. As in Everbus the server does
-//! not compress payloads: those of the benchmark are one letter many times, of which it would store next to nothing.
+//! not compress payloads: in this benchmark they repeat one letter, and compressed they would be almost empty.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -64,14 +64,14 @@ pub(crate) async fn ours(plan: &Plan, payload: usize) -> Outcome<Round> {
     round
 }
 
-/// An empty database, on a server that has written out what others left.
+/// An empty database, right after a checkpoint: the writes of earlier rounds are on disk.
 fn fresh(server: &Postgres) -> String {
     let url = server.fresh_database();
     server.sql("CHECKPOINT");
     url
 }
 
-/// Removes the databases of a round, so that nothing is cleaned up in them while others are measured.
+/// Removes the databases of a round, so that autovacuum does not work in them while others are measured.
 fn clean(server: &Postgres) {
     let names = server.sql("SELECT datname FROM pg_database WHERE datname LIKE 'test%'");
     for name in names.lines() {
@@ -117,7 +117,7 @@ async fn connect(url: &str) -> Outcome<Client> {
 
 type Publisher = (Arc<Client>, Statement);
 
-/// Connections that publish, before the time counts: Everbus has its connections, too.
+/// Opens the connections that publish before the time is taken: Everbus has its connections by then too.
 async fn publishers(url: &str) -> Outcome<Vec<Publisher>> {
     let mut publishers = Vec::new();
     for _ in 0..PUBLISHERS {
@@ -166,7 +166,7 @@ impl Claimer {
         })
     }
 
-    /// Claims events: the claim and the last of them. `None` if there are none.
+    /// Claims events. Returns the id of the claim and the number of the last event; `None` if there are no events.
     async fn claim(&self, most: usize) -> Outcome<Option<(i64, i64)>> {
         let most = i64::try_from(most)?;
         let rows = self.client.query(&self.claim, &[&most]).await?;

@@ -154,7 +154,7 @@ impl Raw {
         Ok(version.unwrap_or_else(|| "0".to_owned()))
     }
 
-    /// Claims events: the member and the token of each. `None` if the streams have changed.
+    /// Claims events. Returns the member and the token of each; `None` if the streams have changed.
     async fn claim(&self, registry: &str, tag: &str) -> Outcome<Option<Vec<(String, String)>>> {
         let mut call = Self::call(&self.claim);
         call.arg(GROUP).arg(GROUP).arg("1").arg(registry).arg(tag);
@@ -202,7 +202,7 @@ impl Raw {
         }
     }
 
-    /// Claims and settles this many, a claim while the one before is settled.
+    /// Claims and settles this many events. The next claim runs while the one before is settled.
     async fn consume(&self, events: usize) -> Outcome<Duration> {
         let began = Instant::now();
         let (claimed, mut to_settle) = tokio::sync::mpsc::channel::<Vec<(String, String)>>(2);
