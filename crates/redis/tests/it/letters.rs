@@ -105,6 +105,41 @@ async fn a_user_that_may_not_read_letters_removes_none() {
     assert_eq!(handle(&engine, "g", 1).await, ["order.placed"]);
 }
 
+// conformance: contract/redis-letter-unhandled: a retried dead letter that no process handles dies as the same letter, with its earlier failures
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_retried_letter_that_no_process_handles_keeps_its_history() {
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    publish(&engine, "order.placed").await;
+    kill_one(&engine, "g", "it broke").await;
+    let letters = engine.dead_letters().unwrap();
+    let page = || PageRequest::default();
+    let first = letters.list(DeadLetterFilter::default(), page()).await;
+    let first = first.unwrap().items.remove(0);
+    assert_eq!(letters.retry(DeadLetterFilter::default()).await.unwrap(), 1);
+    // No process has a handler for orders.
+    let mails = everbus_core::ConsumeOptions::new(vec![crate::plain::pattern("mail.*")]);
+    let mails = mails.no_handler_after(Duration::from_millis(100));
+    let consumer = engine.broker.consume("g".parse().unwrap(), mails);
+    let mut consumer = consumer.await.unwrap();
+    let again = loop {
+        let brief = Duration::from_millis(100);
+        let _ = tokio::time::timeout(brief, consumer.fetch(1)).await;
+        let open = letters.list(DeadLetterFilter::default(), page()).await;
+        if let Some(letter) = open.unwrap().items.pop() {
+            break letter;
+        }
+    };
+    let kinds: Vec<FailureKind> = again.failures.iter().map(|f| f.kind).collect();
+    assert_eq!(kinds, [FailureKind::Error, FailureKind::NoHandler]);
+    assert_eq!(again.first_seen_at, first.first_seen_at);
+    consumer.close().await.unwrap();
+}
+
 // conformance: contract/redis-letter-of-trimmed: a dead letter whose event left the stream is retried from its own copy, for its group only, and dies as the same letter
 // conformance: contract/redis-letter-trims: an open dead letter does not keep its stream from being trimmed
 // needs: redis-server
