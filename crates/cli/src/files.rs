@@ -53,8 +53,9 @@ pub(crate) fn schema_version(path: &Path) -> Option<i32> {
     version.ok()
 }
 
-/// The suffixes of a file and its companions: none for the file itself, then the write-ahead log, its index,
-/// the head of its audit trail, the directory of its objects, and the locks of programs that ended.
+/// The suffixes of a file and its companions that exist: none for the file itself, then the write-ahead log, its
+/// index, the head and the lock of its audit trail, the directory of its objects, and the locks of programs that
+/// ended.
 pub(crate) fn companions(path: &Path) -> Vec<String> {
     let fixed = ["", "-wal", "-shm", ".audit-head", ".audit-lock", OBJECTS];
     let mut suffixes: Vec<String> = fixed.map(str::to_owned).into();

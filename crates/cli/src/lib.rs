@@ -1,8 +1,8 @@
 //! The `everbus` command line: publish, inspect, repair and measure.
 //!
-//! `args` defines the command line, `values` and `when` parse values, `commands` has one file per
-//! command; the benchmarks are the crate `everbus-bench`. All output goes through `output`, which escapes characters that
-//! could harm a terminal. Every failure ends as a `Stop`, which has an exit code.
+//! `args` defines the command line, `values` and `when` parse values, and `commands` has one file per command. The
+//! benchmarks are in the crate `everbus-bench`. All output goes through `output`, which escapes characters that could
+//! harm a terminal. Every failure ends as a `Stop`, which has an exit code.
 
 mod args;
 mod commands;
@@ -81,7 +81,7 @@ fn enough_descriptors() -> std::io::Result<()> {
     opened.map(drop)
 }
 
-/// Help and version are no errors; a wrong command line is one in the format that was asked for.
+/// Prints help and version, which are no errors, or reports a wrong command line in the requested format.
 fn usage(error: &clap::Error, raw: &[OsString]) -> ExitCode {
     let json = raw.windows(2).any(|pair| {
         matches!(pair[0].to_str(), Some("-o" | "--output")) && pair[1].to_str() == Some("json")

@@ -14,7 +14,7 @@ use crate::telemetry::Telemetry;
 
 type Layer = Box<dyn tracing_subscriber::Layer<Registry> + Send + Sync>;
 
-/// What has to end with the process: traces that were not sent yet.
+/// When it is dropped at the end, it sends the traces that were not sent yet.
 pub(crate) struct Logging {
     #[cfg(feature = "otlp")]
     _telemetry: Option<Telemetry>,

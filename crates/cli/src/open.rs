@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use everbus::audit::Operator;
-use everbus::config::{BrokerKind, config_used, redacted};
+use everbus::config::{Broker, BrokerKind, config_used, redacted};
 use everbus::overflow::{Objects, Overflow};
 use everbus::{Bus, Config};
 use everbus_core::{Code, Engine, Error, Streams};
@@ -18,7 +18,7 @@ use crate::when;
 
 const DEFAULT_FILE: &str = "everbus.db";
 
-/// After this time a person is told what the command waits for.
+/// After this time the command prints what it waits for.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A command that reads from the store waits this long until the store has what the broker has.
@@ -30,14 +30,14 @@ pub(crate) struct Target {
     place: Place,
     /// The URL of the store beside it.
     store: Option<String>,
-    /// The configuration file that holds for it.
+    /// The configuration file that applies.
     config: Option<PathBuf>,
     /// Only if the option was given.
     max_payload: Option<usize>,
     busy_timeout: Duration,
-    /// Wildcards find streams of other programs.
+    /// Whether wildcards also find streams of other programs.
     adopts_streams: bool,
-    /// Whether the person was told that the command waits, or need not be.
+    /// Whether it was printed that the command waits, or need not be.
     told: Arc<AtomicBool>,
 }
 
@@ -50,8 +50,9 @@ enum Place {
 }
 
 impl Target {
-    /// A flag beats the environment, whichever of the variables is set. What names the engine itself beats a
-    /// configuration file that names it. The rest of the configuration file applies in any case.
+    /// Chooses the target. A flag overrides the environment. Of two flags, or of two variables, the one that names
+    /// the engine itself overrides the one that names a configuration file. The other settings of the configuration
+    /// file always apply.
     pub(crate) fn choose(args: &Args) -> Outcome<Self> {
         let named = args.config.clone();
         let config = match named.or_else(|| variable("EVERBUS_CONFIG").map(PathBuf::from)) {
@@ -115,7 +116,7 @@ impl Target {
         })
     }
 
-    /// The same, with the streams of other programs, where the engine has them.
+    /// The same target, with the streams of other programs where the engine has them.
     pub(crate) fn with_all_streams(mut self) -> Self {
         self.adopts_streams = true;
         self
@@ -216,6 +217,11 @@ impl Place {
         Err(Error::new(Code::InvalidUrl, what).hint(hint).into())
     }
 
+    /// Whether it is this broker of a configuration file.
+    fn is(&self, broker: &Broker) -> bool {
+        Self::from_url(broker.url.reveal()).is_ok_and(|place| place == *self)
+    }
+
     fn from_url(url: &str) -> Outcome<Self> {
         if url.starts_with("memory:") {
             return Err(Stop::Failed(
@@ -264,6 +270,13 @@ impl Target {
         }
     }
 
+    /// Whether the configuration file names this place.
+    fn is_configured(&self) -> bool {
+        let config = self.load_config().ok().flatten();
+        let broker = config.and_then(|config| config.broker);
+        broker.is_some_and(|broker| self.place.is(&broker))
+    }
+
     /// The options that name this target again, for suggested commands.
     pub(crate) fn as_option(&self) -> String {
         use crate::output::shell_word;
@@ -271,17 +284,16 @@ impl Target {
             .config
             .as_ref()
             .map(|path| format!("--config {}", shell_word(&path.to_string_lossy())));
+        let configured = self.is_configured();
         let place = match &self.place {
             Place::File(path) => Some(format!("--db {}", shell_word(&path.to_string_lossy()))),
-            // A URL may hold a password; the file that named it is shown instead.
-            Place::Url(_) if config.is_some() => None,
+            // A URL may hold a password, so the configuration file that names it is shown instead.
+            Place::Url(_) if configured => None,
             Place::Url(url) => Some(format!("--broker {}", shell_word(&redacted(url)))),
         };
-        let store = match (&self.store, &config) {
-            // The file names it, or the environment.
-            (None, _) | (Some(_), Some(_)) => None,
-            (Some(url), None) => Some(format!("--store {}", shell_word(&redacted(url)))),
-        };
+        // So is the store.
+        let store = self.store.as_ref().filter(|_| !configured);
+        let store = store.map(|url| format!("--store {}", shell_word(&redacted(url))));
         let all: Vec<String> = config.into_iter().chain(place).chain(store).collect();
         all.join(" ")
     }
@@ -296,8 +308,8 @@ impl Target {
         self.bus_on(self.open(true).await?).await
     }
 
-    /// Opens a bus for a server; a file is created if it is not there. Unlike a command, a server keeps what its
-    /// configuration, or the default, says.
+    /// Opens a bus for a server; a file is created if it is not there. Unlike a command, a server applies the
+    /// retention of its configuration, or the default.
     pub(crate) async fn open_serving_bus(&self) -> Outcome<Bus> {
         let engine = self.open(true).await?;
         let mut builder = Bus::builder();
@@ -318,12 +330,12 @@ impl Target {
 
     /// A bus on an open engine, with the limits of the configuration.
     pub(crate) async fn bus_on(&self, engine: Engine) -> Outcome<Bus> {
-        // Retention is set by the programs that use the file, or by its configuration.
+        // A command has no retention of its own: the programs that use the file set it, or the configuration.
         let mut builder = Bus::builder().keep_everything();
         if let Some(bytes) = self.max_payload {
             builder = builder.max_payload(bytes);
         }
-        // The limits of its streams and its rate apply to every publisher.
+        // The stream limits and the rate of the configuration apply to every publisher.
         let config = self.load_config()?;
         if let Some(config) = &config {
             builder = builder.config(config);
@@ -391,8 +403,9 @@ impl Target {
                 if let Some(store) = store {
                     builder = builder.store(store);
                 }
-                // Credentials of the configuration's own broker.
+                // The credentials and settings of a configured broker belong to it: another server must not get them.
                 let broker = self.load_config()?.and_then(|config| config.broker);
+                let broker = broker.filter(|broker| place.is(broker));
                 let mut access = broker.map(|broker| broker.access).unwrap_or_default();
                 access.redis.adopt_streams |= self.adopts_streams;
                 builder = builder.access(access);
@@ -462,7 +475,7 @@ async fn catch_up(engine: &Engine) -> Outcome {
     Ok(())
 }
 
-/// A URL without credentials and without settings, but with the schema: that is another log.
+/// A URL without credentials and settings. The schema stays, because another schema is another log.
 fn without_access(url: &str) -> String {
     let (base, query) = url.split_once('?').unwrap_or((url, ""));
     let (scheme, rest) = base.split_once("://").unwrap_or(("", base));

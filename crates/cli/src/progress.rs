@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// Work with a known end, or a count that grows.
+/// A bar for work with a known end, or a count that grows.
 pub(crate) fn bar(what: &'static str, total: Option<u64>) -> ProgressBar {
     let template = match total {
         Some(_) => "{msg} {wide_bar} {human_pos}/{human_len} {per_sec} {eta}",

@@ -10,7 +10,7 @@ use rustix::fs::{FileType, fstat};
 const LOOK: Duration = Duration::from_millis(200);
 /// How often to check a slow reader that has something to take.
 const GLANCE: Duration = Duration::from_millis(1);
-/// Until this time a reader is not slow: a waiting reader wakes up within it, long before a timer fires.
+/// For this long, the reader is checked without a pause: a waiting reader wakes up sooner than a timer fires.
 const AT_ONCE: Duration = Duration::from_micros(300);
 
 /// Whether standard output is a pipe or a socket, whose reader may never read what is written.

@@ -19,7 +19,7 @@ use tokio::runtime::Runtime;
 
 /// One request may take this long.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// At the end the last spans have this long.
+/// How long it may take to send the last spans at the end.
 const FLUSH: Duration = Duration::from_secs(5);
 
 /// Sends spans. When it is dropped it sends the spans that are left.

@@ -47,7 +47,7 @@ pub(crate) fn parse_count(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Reads a whole number of events per second.
+/// Reads a whole number that is not zero, for rates and counts.
 pub(crate) fn parse_whole_rate(text: &str) -> Result<u32, String> {
     let bad = || format!("{text:?} is not a whole number of 1 or more");
     text.parse().ok().filter(|n| *n > 0).ok_or_else(bad)

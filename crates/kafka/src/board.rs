@@ -124,6 +124,18 @@ impl Row {
         self.last = Last::Lost;
         self.lost |= bit(self.attempts);
     }
+
+    /// The delivery. The reason why a record cannot be read is one of its failures.
+    fn held(&self, topic: Arc<Topic>, wall: Timestamp) -> Held {
+        let why = self.foreign.clone();
+        let why = why.map(|why| Failure::new(self.attempts, wall, FailureKind::Corrupt, why));
+        Held {
+            record: self.record.clone(),
+            attempt: self.attempts,
+            failures: self.failures.iter().cloned().chain(why).collect(),
+            topic,
+        }
+    }
 }
 
 /// The bit of an attempt. Attempts after the thirty-second have no bit, and count as failed.

@@ -113,6 +113,7 @@ impl Shared {
                     position.place(),
                     token,
                     Instant::now(),
+                    self.options.clock.now(),
                 );
                 let (id, held) = found.ok_or_else(lost)?;
                 self.append_first(follow_ups).await?;
@@ -217,7 +218,8 @@ impl Shared {
         let member = self.member_numbered(number).ok_or_else(lost)?;
         let (position, now) = (lease.position(), Instant::now());
         let mut board = member.board.lock();
-        let found = board.find(position.shard(), position.place(), token, now);
+        let wall = self.options.clock.now();
+        let found = board.find(position.shard(), position.place(), token, now, wall);
         let (id, _) = found.ok_or_else(lost)?;
         board.extend(id, by, now);
         Ok(())

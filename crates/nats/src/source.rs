@@ -86,7 +86,9 @@ impl Source {
     /// When to look at this source again: the silence is too long, or the next request is allowed.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         let silence = (self.outstanding > 0).then(|| self.heard + SILENCE);
-        [silence, self.not_before].into_iter().flatten().min()
+        // A time that has passed is no deadline: the reader may have no reason to ask.
+        let allowed = self.not_before.filter(|at| *at > Instant::now());
+        [silence, allowed].into_iter().flatten().min()
     }
 
     /// Asks for this many messages more.

@@ -162,7 +162,7 @@ async fn say_what_is_left_out(args: &BackupArgs, copy: &Path) -> Outcome {
     Ok(())
 }
 
-/// Gets the pages copied and the total.
+/// Called with the number of copied pages and the total.
 pub(super) type Report = Box<dyn FnMut(u64, u64) + Send>;
 
 pub(super) fn reporter(bar: ProgressBar) -> Report {

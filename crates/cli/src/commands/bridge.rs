@@ -107,7 +107,7 @@ pub(crate) async fn run(bridge: BridgeArgs, args: &Args, output: &mut Output) ->
     }
     let interrupt = Interrupt::listen();
     let opening = async {
-        // First, so that a mistyped source makes no target.
+        // The source is opened first, so that a mistyped source creates no target.
         let source = from.open_existing_bus().await?;
         match to.open_bus().await {
             Ok(target) => Ok((source, target)),
@@ -184,7 +184,7 @@ async fn follow(
                 let ended = tokio::time::timeout(LAST, &mut run).await;
                 break match (ended, args.until) {
                     (Ok(Err(error)), _) => Err(error.into()),
-                    // Ctrl-C is the usual end of a bridge without an end.
+                    // Ctrl-C is the usual end of a bridge without --until.
                     (_, None) => Ok(()),
                     (_, Some(_)) => Err(Stop::Interrupted),
                 };
@@ -228,7 +228,7 @@ fn tell(stats: &BridgeStats, output: &mut Output) -> Outcome {
     output.flush()
 }
 
-/// The last words: the counts, and what to do about refused events.
+/// Prints the counts, and what to do about refused events.
 fn report(
     args: &BridgeArgs,
     outcome: &Outcome,

@@ -131,7 +131,7 @@ impl Carried {
         })
     }
 
-    /// Prints how many objects were copied, and which could not be.
+    /// Prints how many objects were copied, and how many were there already.
     pub(super) fn print(&self, output: &mut Output) -> Outcome {
         if self.copied + self.present > 0 {
             let mut line = format!(

@@ -142,7 +142,7 @@ impl Checked {
         self.bad == 0 && self.gave_up.is_none()
     }
 
-    /// Adds the finding.
+    /// Adds the result to the report.
     pub(super) fn report(&self, report: &mut CheckReport) {
         let objects = counted(self.checked, "object");
         let how = match self.deep {

@@ -28,7 +28,7 @@ pub(crate) struct ConsumeArgs {
 }
 
 pub(crate) async fn run(args: ConsumeArgs, target: &Target, output: &mut Output) -> Outcome {
-    // What is wrong with the configuration is said once, and not by every process.
+    // A wrong configuration is reported once, and not by every process.
     let config = target.load_config()?.ok_or_else(|| {
         Stop::usage(
             "there is no configuration file",

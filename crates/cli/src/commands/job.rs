@@ -168,7 +168,7 @@ impl JobCommand {
 }
 
 pub(crate) async fn run(command: JobCommand, target: &Target, output: &mut Output) -> Outcome {
-    // A file that is wrong is named before anything is opened or created.
+    // A wrong file is reported before anything is opened or created.
     let submitted = match &command {
         JobCommand::Submit(args) => Some(NewJob::parse(&read(&args.file)?)?),
         _ => None,

@@ -29,7 +29,8 @@ pub(crate) fn jobs_on(bus: &Bus, target: &Target, tenant: Option<&str>) -> Outco
     Ok(jobs.open(bus.clone())?)
 }
 
-/// Beside the file of the events, or in the cache of the user. Without either the index is built for each command.
+/// The file of the index: beside the file of the events, or in the user's cache. `None`: the index is built for each
+/// command.
 pub(crate) fn index_file(target: &Target) -> Option<PathBuf> {
     if let Ok(path) = target.path() {
         let mut name = path.as_os_str().to_owned();

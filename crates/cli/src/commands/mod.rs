@@ -139,8 +139,8 @@ async fn until_interrupted<T>(command: impl Future<Output = Outcome<T>>) -> Outc
     }
 }
 
-/// Runs the work in this process, or in several that are kept running and have the time of `grace` to end. Fails if one
-/// of them did not end well.
+/// Runs the work in this process, or in several processes. A process that dies is started again; at the end each has
+/// `grace` to finish. Fails if one of them did not end well.
 async fn in_processes<W>(count: u32, grace: Duration, output: &mut Output, work: W) -> Outcome
 where
     W: AsyncFnOnce(&workers::Worker, &mut Output) -> Outcome,

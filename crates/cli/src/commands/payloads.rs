@@ -180,7 +180,7 @@ impl StageArgs {
         Ok(Some(stages.into_iter().map(Shown).collect()))
     }
 
-    /// The stages for people, if they were asked for.
+    /// Prints the stages as text, if they were asked for.
     pub(super) async fn print(
         &self,
         record: &Recorded,
@@ -200,7 +200,7 @@ impl StageArgs {
         Ok(())
     }
 
-    /// The rows of the specification, one per line.
+    /// Prints the stages as rows of the table `event_payloads`, one per line.
     pub(super) async fn print_export(
         &self,
         record: &Recorded,

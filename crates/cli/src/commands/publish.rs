@@ -1,7 +1,7 @@
 //! `everbus publish`: one event, many copies, or one event per line of standard input.
 //!
-//! Events are published in batches of the lines that are there. With a slow producer each event commits at
-//! once; a fast one gets the speed of batches. At most a few thousand lines are in memory.
+//! Each batch has the lines that have arrived. So the events of a slow producer commit at once, and those of a fast
+//! producer commit in large batches. At most a few thousand lines are in memory.
 
 mod form;
 
@@ -194,8 +194,8 @@ impl Publisher<'_> {
                 output.flush()?;
                 settled
             }
-            // The batch is stored as a whole or not at all. Published one by one, the refused event is named
-            // and those before it are stored, as documented.
+            // An engine with atomic batches has stored nothing now. The events are published one by one: those before
+            // the refused event are stored, and the refused one is named, as documented.
             Err(error) if batch.len() > 1 && !error.outcome_unknown() => {
                 for (number, event) in batch {
                     match self.bus.publish(event.clone()).await {

@@ -164,7 +164,7 @@ async fn replay(
         }
         return output.line(receipt.id().to_string());
     }
-    // A range can be continued where there are checkpoints; a single event need not be.
+    // A range can be continued if the engine has checkpoints. A single event need not be.
     let name = match (&args.name, id) {
         (Some(name), _) => Some(name.clone()),
         (None, Some(_)) => None,

@@ -89,9 +89,9 @@ pub(crate) async fn run(args: RestoreArgs, target: &Target, output: &mut Output)
 
 /// The paths of a restore.
 struct Names {
-    /// The final path of the backup.
+    /// The path of the restored file.
     path: PathBuf,
-    /// Where it is prepared, so that a bad backup changes nothing.
+    /// Where the new file is prepared, so that a bad backup changes nothing.
     fresh: PathBuf,
     /// Where the replaced file is kept.
     old: PathBuf,
@@ -156,7 +156,7 @@ impl Names {
 /// The record of a restore in the audit trails of the old and the new file.
 struct Restoring {
     backup: String,
-    /// How far the trail of the old file had come.
+    /// The head of the old file's trail.
     head_before: Option<AuditHead>,
 }
 

@@ -131,7 +131,8 @@ fn stream_age(streams: &Streams, name: &str, age: Age) -> Outcome<StreamAge> {
 }
 
 impl PolicyArgs {
-    /// The settings in force: the options, over the preset, or over the configuration, or over the standard.
+    /// The settings in force, and where they come from. Options override the preset; without a preset, the
+    /// configuration; without both, the standard.
     fn resolve(&self, config: Option<PathBuf>) -> Outcome<(Retention, String)> {
         let config = match config {
             Some(path) => Some((Config::load(&path)?, path.display().to_string())),
@@ -300,7 +301,7 @@ async fn prune(
     bar.finish_and_clear();
     if let Taken::Yes(turn) = turn {
         let result = pruned.as_ref().map(drop).map_err(ToString::to_string);
-        // A run that took longer than it has the duty for is no failure.
+        // A run that took longer than `HOLD` has lost the duty, which is no failure.
         let _ = turn.finish(result, &SystemClock).await;
     }
     if pruned.is_ok() {

@@ -63,7 +63,7 @@ pub(crate) async fn run(serve: ServeArgs, args: &Args, output: &mut Output) -> O
     if let (Some(cert), Some(key)) = (serve.tls_cert, serve.tls_key) {
         options.tls = Some(Tls { cert, key });
     }
-    // Before the bus is opened: it reports to the recorder that it finds.
+    // The recorder is installed before the bus is opened: the bus reports to the recorder that it finds.
     Metrics::install();
     let bus = target.open_serving_bus().await?;
     let server = match Server::bind(bus.clone(), config, options).await {

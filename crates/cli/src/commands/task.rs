@@ -45,7 +45,7 @@ pub(crate) struct SubmitArgs {
     #[arg(long, value_name = "ID")]
     id: Option<String>,
 
-    /// Start it after this time: 10s, 2h
+    /// Start it after this time: 10s, 30m
     #[arg(long, value_name = "DURATION", value_parser = when::parse_wait, conflicts_with = "at")]
     after: Option<Duration>,
 

@@ -17,9 +17,9 @@ use crate::stop::{Outcome, Stop};
 use crate::values::{parse_bytes, parse_pair, parse_whole_rate};
 use crate::when;
 
-/// A bus has this long to end after the children have.
+/// How long the bus may take to end after the children have ended.
 const FLUSH: Duration = Duration::from_secs(5);
-/// A worker process that takes longer than its bus by this much is killed.
+/// How much longer than its bus a worker process may take to end. Then it is killed.
 const SPARE: Duration = Duration::from_secs(10);
 
 const HELP: &str = "\
@@ -143,7 +143,7 @@ fn parse_category(text: &str) -> Result<ErrorCategory, String> {
     })
 }
 
-/// The last `=` separates: a regular expression may contain one.
+/// Reads `KEY=CATEGORY`. The last `=` separates the two, because a regular expression may contain one.
 fn pair(text: &str) -> Outcome<(&str, ErrorCategory)> {
     let usage = |why: String| Stop::usage(why, None);
     let (key, category) = text
@@ -223,7 +223,7 @@ impl WorkerArgs {
             worker = worker.concurrency(concurrency as usize);
         }
         if let Some(id) = &self.id {
-            // Several processes are told apart.
+            // Several processes need different names.
             let number = std::env::var(workers::WORKER).ok();
             worker = worker.id(match number {
                 Some(number) => format!("{id}-{number}"),
@@ -235,7 +235,7 @@ impl WorkerArgs {
 }
 
 pub(crate) async fn run(args: WorkerArgs, target: &Target, output: &mut Output) -> Outcome {
-    // What is wrong with the options is said once, and not by every process.
+    // Wrong options are reported once, and not by every process.
     args.child()?;
     args.classifier()?;
     let grace = args.time_to_end() + SPARE;

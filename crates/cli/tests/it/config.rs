@@ -165,6 +165,30 @@ fn the_broker_of_the_configuration_is_used_unless_another_is_named() {
     assert!(used("everbus.db") && !used("a.db"));
 }
 
+// conformance: handlers/config-credentials: credentials of a configured broker are sent to that broker, and to no other one that an option names
+#[cfg(feature = "redis")]
+#[test]
+fn credentials_go_to_their_own_broker_only() {
+    use std::io::Read as _;
+    let shop = Shop::new();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let here = format!("redis://{}", listener.local_addr().unwrap());
+    for (configured, is_sent) in [(here.as_str(), true), ("redis://127.0.0.1:1", false)] {
+        let text = format!("broker: {{url: '{configured}', user: app, password: hunter2}}\n");
+        write(&shop, "prod.yaml", &text);
+        let options = ["--config", "prod.yaml", "--broker", &here, "groups"];
+        let mut child = shop.command(&options).spawn().unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut buffer = [0; 4096];
+        let n = stream.read(&mut buffer).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let sent = String::from_utf8_lossy(&buffer[..n]).into_owned();
+        assert!(!sent.is_empty());
+        assert_eq!(sent.contains("hunter2"), is_sent, "{sent}");
+    }
+}
+
 // conformance: handlers/config-broker: a broker that this build has no engine for, or a file that is wrong, is a clear error
 #[test]
 fn a_configuration_that_cannot_be_used_is_a_clear_error() {

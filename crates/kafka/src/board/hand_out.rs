@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use everbus_core::{Failure, FailureKind, Timestamp};
+use everbus_core::Timestamp;
 
 use super::{Board, Held, LOOKED_AT, MOST_OPEN, RowId, Seat, State, before, later};
 use crate::offset_metadata::Last;
@@ -169,21 +169,7 @@ impl Board {
         self.hand_over(id, lease, now);
         let topic = self.parts.get(&id.0)?.topic.clone();
         let row = self.row(id)?;
-        let mut failures = row.failures.clone();
-        if let Some(why) = &row.foreign {
-            failures.push(Failure::new(
-                row.attempts,
-                wall,
-                FailureKind::Corrupt,
-                why.clone(),
-            ));
-        }
-        Some(Held {
-            record: row.record.clone(),
-            attempt: row.attempts,
-            failures,
-            topic,
-        })
+        Some(row.held(topic, wall))
     }
 
     /// Takes back events that were claimed and not handed out: no attempt has begun.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use everbus_core::{Recorded, Shard};
+use everbus_core::{Recorded, Shard, Timestamp};
 
 use super::{Board, Change, Held, RowId, State, before, later};
 use crate::offset_metadata::Last;
@@ -16,6 +16,7 @@ impl Board {
         place: u64,
         token: u64,
         now: Instant,
+        wall: Timestamp,
     ) -> Option<(RowId, Held)> {
         let slot = self.slot(shard)?;
         let part = self.parts.get(&slot)?;
@@ -28,13 +29,7 @@ impl Board {
             } if known == token && until > now => {}
             _ => return None,
         }
-        let held = Held {
-            record: row.record.clone(),
-            attempt: row.attempts,
-            failures: row.failures.clone(),
-            topic: part.topic.clone(),
-        };
-        Some(((slot, place), held))
+        Some(((slot, place), row.held(part.topic.clone(), wall)))
     }
 
     /// Extends a held lease.

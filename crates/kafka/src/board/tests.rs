@@ -232,7 +232,12 @@ fn a_partition_that_goes_takes_its_leases_and_leaves_its_attempts() {
     table.done(2, taken[1].1);
     let shard = table.topic.shard(0);
     let last = table.board.close_shard(shard).unwrap();
-    assert!(table.board.find(shard, 1, taken[0].1, table.now).is_none());
+    assert!(
+        table
+            .board
+            .find(shard, 1, taken[0].1, table.now, Timestamp::EPOCH)
+            .is_none()
+    );
     assert_eq!(table.board.held(), 0);
     let saved = Saved::decode(0, &last.metadata).unwrap();
     assert!(saved.progress.is_done(2));
@@ -568,4 +573,30 @@ fn slow_handlers_are_handed_what_can_run() {
             table.done(place, token);
         }
     }
+}
+
+// A delivery that is dead-lettered without a failure of its own keeps the reason.
+#[test]
+fn the_reason_why_a_record_cannot_be_read_stays_with_its_lease() {
+    let mut table = Table::new(false, None);
+    let event = Event::builder("a.b").build().unwrap();
+    let position = Position::new(table.topic.shard(0), 1);
+    let read = Read {
+        record: Recorded::new(event, position, Timestamp::EPOCH),
+        foreign: Some("not JSON".to_owned()),
+        untyped: false,
+    };
+    let now = (table.now, SystemClock.now());
+    table.board.arrive(table.slot, read, true, now);
+    let taken = table.take(1);
+    let shard = table.topic.shard(0);
+    let found = table
+        .board
+        .find(shard, 1, taken[0].1, table.now, Timestamp::EPOCH);
+    let failures = found.unwrap().1.failures;
+    let failure = failures.first().unwrap();
+    assert_eq!(
+        (failure.kind, &*failure.error),
+        (FailureKind::Corrupt, "not JSON")
+    );
 }

@@ -128,8 +128,8 @@ impl Opened {
         }
     }
 
-    /// Actions on a user's database are recorded in the file of the bus that it is relayed to, if there is
-    /// one: an operator looks there.
+    /// Opens the file of the bus, if there is one. Actions on a user's database are recorded there, because an
+    /// operator looks there.
     async fn look_for_trail(&mut self, target: &Target) -> Outcome {
         if self.engine.is_some() {
             return Ok(());

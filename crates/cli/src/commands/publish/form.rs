@@ -60,7 +60,7 @@ impl Form<'_> {
     }
 }
 
-/// The input and its text, from the arguments in order. A document needs no type before it.
+/// The form of the input, and its text, from the arguments without option names. A document needs no type before it.
 pub(super) fn given(args: &PublishArgs) -> Outcome<(Form<'_>, &str)> {
     let (first, second) = (args.event_type.as_deref(), args.payload.as_deref());
     let Some(dialect) = args.dialect else {
