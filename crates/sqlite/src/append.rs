@@ -61,7 +61,7 @@ impl<'c> Appender<'c> {
     }
 
     /// Appends one event.
-    pub(crate) fn single(&mut self, state: &mut LogEnd, event: Event) -> Result<Appended> {
+    pub(crate) fn single(&mut self, state: &mut LogEnd, event: Arc<Recorded>) -> Result<Appended> {
         let appended = self.one(state, event)?;
         let record = state.appended.last().filter(|_| !appended.duplicate);
         if let Some(overflow) = record.and_then(|(_, record)| record.event.overflow()) {
@@ -114,12 +114,12 @@ impl<'c> Appender<'c> {
             };
             let next = events.by_ref().take(ROWS);
             match types {
-                Some(types) => next
-                    .zip(types)
-                    .for_each(|(event, type_id)| answer(self.written(state, event, type_id))),
+                Some(types) => next.zip(types).for_each(|(event, type_id)| {
+                    answer(self.written(state, unplaced(event), type_id));
+                }),
                 None => {
                     for event in next {
-                        answer(self.one(state, event)?);
+                        answer(self.one(state, unplaced(event))?);
                     }
                 }
             }
@@ -136,7 +136,7 @@ impl<'c> Appender<'c> {
         now: Timestamp,
     ) -> Result<u64> {
         self.received_at = micros(record.received_at.min(now)).max(state.last_received);
-        match self.one(state, record.event.clone()) {
+        match self.one(state, unplaced(record.event.clone())) {
             Ok(answer) => {
                 if let Some(overflow) = record.event.overflow().filter(|_| !answer.duplicate) {
                     crate::orphans::born(self.conn, overflow)?;
@@ -193,35 +193,41 @@ impl<'c> Appender<'c> {
         Ok(None)
     }
 
-    /// Adds an event whose row was written to the log's state in memory.
-    pub(crate) fn written(&self, state: &mut LogEnd, event: Event, type_id: i64) -> Appended {
+    /// Adds an event whose row was written to the log's state in memory, and sets its position.
+    pub(crate) fn written(
+        &self,
+        state: &mut LogEnd,
+        mut record: Arc<Recorded>,
+        type_id: i64,
+    ) -> Appended {
         state.head += 1;
         state.last_received = self.received_at;
-        let received_at = Timestamp::from_micros(self.received_at);
-        let position = Position::seq(state.head);
-        let answer = Appended::new(event.id(), position, received_at);
-        let record = Recorded::new(event, position, received_at);
-        state.appended.push((type_id, Arc::new(record)));
+        let placed = Arc::make_mut(&mut record);
+        placed.received_at = Timestamp::from_micros(self.received_at);
+        placed.position = Position::seq(state.head);
+        let answer = Appended::new(placed.event.id(), placed.position, placed.received_at);
+        state.appended.push((type_id, record));
         answer
     }
 
-    fn one(&mut self, state: &mut LogEnd, event: Event) -> Result<Appended> {
+    fn one(&mut self, state: &mut LogEnd, record: Arc<Recorded>) -> Result<Appended> {
+        let event = &record.event;
         let doing = |e| from_sqlite("publishing", e);
         let type_id = state.intern_type(self.conn, event.type_arc())?;
         let tenant = state.intern_tenant(self.conn, event.tenant())?;
-        let attrs = attrs_of(&event)?;
+        let attrs = attrs_of(event)?;
         let (seq, names) = (state.head + 1, (tenant, type_id));
         let insert = &mut self.insert;
-        bind(insert, 0, seq, &event, names, self.received_at, attrs).map_err(doing)?;
+        bind(insert, 0, seq, event, names, self.received_at, attrs).map_err(doing)?;
         if insert.raw_execute().map_err(doing)? == 0 {
-            return self.repeated(state, &event, tenant);
+            return self.repeated(state, event, tenant);
         }
         if let Some(at) = event.attributes().and_then(|a| a.expires_at) {
             let sql = "INSERT INTO expirations (seq, at) VALUES (?1, ?2)";
             self.conn
                 .run("publishing", sql, (to_sql(seq), micros(at)))?;
         }
-        Ok(self.written(state, event, type_id))
+        Ok(self.written(state, record, type_id))
     }
 
     /// The id exists: in the same event, or in another one.
@@ -270,6 +276,15 @@ impl<'c> Appender<'c> {
         state.appended.truncate(appended);
         Ok(())
     }
+}
+
+/// The record of an event that is not in the log yet: the append sets position and time.
+pub(crate) fn unplaced(event: Event) -> Arc<Recorded> {
+    Arc::new(Recorded::new(
+        event,
+        Position::seq(0),
+        Timestamp::from_micros(0),
+    ))
 }
 
 fn attrs_of(event: &Event) -> Result<Option<String>> {

@@ -12,6 +12,7 @@ use everbus_core::{
 };
 use tokio::sync::oneshot;
 
+use crate::append::unplaced;
 use crate::consumer::{NewSession, SqliteConsumer};
 use crate::effect::ENGINE;
 use crate::handle::{Handle, receive, start};
@@ -109,7 +110,8 @@ impl Broker for SqliteEngine {
                 return Box::pin(std::future::ready(Ok(Vec::new())));
             };
             let (reply, answer) = oneshot::channel();
-            self.handle.queue.push(Command::AppendOne { event, reply });
+            let record = unplaced(event);
+            self.handle.queue.push(Command::AppendOne { record, reply });
             return Box::pin(async {
                 let answer = receive(answer).await;
                 self.handle.answers.send();

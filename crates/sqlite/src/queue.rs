@@ -1,10 +1,10 @@
 //! The queue of commands for the writer.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use everbus_core::{
-    Appended, Error, Event, GroupName, GroupSpec, Lease, Pattern, Result, SettledOutcome,
+    Appended, Error, Event, GroupName, GroupSpec, Lease, Pattern, Recorded, Result, SettledOutcome,
     Settlement, SubscriptionInfo,
 };
 use tokio::sync::oneshot;
@@ -37,9 +37,10 @@ pub(crate) enum Command {
         events: Vec<Event>,
         reply: Reply<Vec<Result<Appended>>>,
     },
-    /// A publish of one event, the usual case: it needs no lists for events and answers.
+    /// A publish of one event, the usual case: it needs no lists for events and answers. The publisher allocates
+    /// the record, so that the writer does not; its position is set by the append.
     AppendOne {
-        event: Event,
+        record: Arc<Recorded>,
         reply: Reply<Appended>,
     },
     Settle {
@@ -105,7 +106,7 @@ impl Command {
     /// The event of an `AppendOne`.
     pub(crate) fn single(&self) -> Option<&Event> {
         match self {
-            Command::AppendOne { event, .. } => Some(event),
+            Command::AppendOne { record, .. } => Some(&record.event),
             _ => None,
         }
     }

@@ -171,7 +171,7 @@ pub(crate) async fn counted(bus: &Bus) -> BusStats {
 pub(crate) async fn published(bus: &Bus, pattern: &str) -> Vec<Arc<Recorded>> {
     let patterns = vec![pattern.parse().unwrap()];
     let log = bus.log().unwrap();
-    let (events, _) = log.read(Cursor::START, patterns, 1000).await.unwrap();
+    let (events, _) = log.read(Cursor::START, patterns, 10_000).await.unwrap();
     events
 }
 

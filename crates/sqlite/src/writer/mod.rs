@@ -234,9 +234,9 @@ impl Writer {
                         .map(|event| event.payload().len())
                         .sum::<usize>();
                 }
-                Command::AppendOne { event, .. } => {
+                Command::AppendOne { record, .. } => {
                     events += 1;
-                    bytes += event.payload().len();
+                    bytes += record.event.payload().len();
                 }
                 Command::Settle { settlements, .. } => {
                     let effects = settlements.iter().filter(|s| s.effect.is_some()).count();

@@ -301,10 +301,10 @@ impl Writer {
                 let state = &mut self.tx.log;
                 let done = match (command, &failure) {
                     (command, Some(error)) => Published::refused(command, error),
-                    (Command::AppendOne { event, reply }, None) => {
+                    (Command::AppendOne { record, reply }, None) => {
                         let result = match types {
-                            Some(types) => Ok(appender.written(state, event, types[row])),
-                            None => appender.single(state, event),
+                            Some(types) => Ok(appender.written(state, record, types[row])),
+                            None => appender.single(state, record),
                         };
                         Some(Published::One(reply, result))
                     }
