@@ -27,10 +27,10 @@ impl Interrupt {
         *self.0.borrow()
     }
 
-    /// Resolves once it is set.
+    /// Waits until the process was asked to end.
     pub(crate) async fn wait(&self) {
         if self.0.clone().wait_for(|set| *set).await.is_err() {
-            // No signal will come; then nothing interrupts.
+            // The listening task has ended, so no signal will be noticed: wait for ever.
             std::future::pending::<()>().await;
         }
     }

@@ -14,7 +14,7 @@ use crate::telemetry::Telemetry;
 
 type Layer = Box<dyn tracing_subscriber::Layer<Registry> + Send + Sync>;
 
-/// When it is dropped at the end, it sends the traces that were not sent yet.
+/// Dropped at the end of the command. It then sends the traces that were not sent yet.
 pub(crate) struct Logging {
     #[cfg(feature = "otlp")]
     _telemetry: Option<Telemetry>,

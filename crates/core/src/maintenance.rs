@@ -135,7 +135,7 @@ pub struct Pruned {
     pub removed: u64,
     /// Events over the limits that were kept, because they are pending in a group or are dead letters.
     pub kept: u64,
-    /// Payload stages removed by age; stages of removed events are not counted.
+    /// Payload stages removed by their own age. Those that go with their event are not counted.
     pub payloads: u64,
     /// Dead letters removed by age, those of the outbox included. Their events are counted only if they
     /// were removed as well.

@@ -18,7 +18,7 @@ use crate::suggest::Suggestion;
 use crate::values::parse_page;
 use crate::when;
 
-/// A larger job file is refused: it is no file that a person wrote.
+/// A larger job file is refused, and not read to its end.
 const LARGEST_FILE: u64 = 64 << 20;
 
 const FILE_HELP: &str = "\
@@ -267,7 +267,7 @@ async fn status(args: &StatusArgs, jobs: &Jobs, output: &mut Output) -> Outcome 
     print(&status, jobs, output).await
 }
 
-/// Shows the progress of a job until it has ended. The exit code says how.
+/// Shows the progress of a job until it has ended. The exit code says whether it completed.
 async fn watch(id: &str, jobs: &Jobs, output: &mut Output) -> Outcome {
     let bars = Bars::new(output.is_json());
     let status = jobs.wait(id, |status| bars.show(status)).await?;

@@ -217,7 +217,7 @@ async fn apply(command: ScheduleCommand, bus: &Bus, output: &mut Output) -> Outc
             schedules.remove(&name).await?;
             said(output, &name, "removed")
         }
-        // It was handled by the caller.
+        // `run` handles it.
         ScheduleCommand::Run(_) => Ok(()),
     }
 }

@@ -37,7 +37,8 @@ pub fn moved(event: &Event) -> Result<Option<Overflow>> {
     let bad = |why: &dyn std::fmt::Display| {
         let id = event.display_id();
         let what = format!("{REFERENCE} of {id:?} does not say where the large fields are: {why}");
-        Error::new(Code::InvalidPayloadError, what)
+        // Readers handle an invalid reference and a missing object alike.
+        Error::new(Code::ObjectStoreError, what)
             .hint("it is {\"bucket\": …, \"key\": \"events/…/…-payload.json\"}")
     };
     let reference: Reference = serde_json::from_slice(event.payload()).map_err(|e| bad(&e))?;

@@ -6,7 +6,7 @@ mod options;
 
 use std::sync::Arc;
 
-use everbus_core::{Code, Engine, Error, Event, Recorded, Result};
+use everbus_core::{Code, Engine, Error, Event, Overflow as Reference, Recorded, Result};
 
 pub use options::{LARGEST_EVENT, Overflow, THRESHOLD};
 
@@ -45,18 +45,16 @@ impl Objects {
 
 /// Returns the record unchanged. `Unsupported` if a part of its payload is in an object store.
 pub(crate) async fn whole(_: Option<&Objects>, record: &Arc<Recorded>) -> Result<Arc<Recorded>> {
-    match record.event.overflow() {
-        None => Ok(record.clone()),
-        Some(reference) => {
-            let what = format!(
-                "the payload of {} is in the object {:?} of {:?}, and this build reads no objects",
-                record.event.display_id(),
-                reference.key,
-                reference.bucket
-            );
-            Err(Error::new(Code::Unsupported, what).hint(HINT))
-        }
-    }
+    let Some(Reference { bucket, key, .. }) = record.event.overflow() else {
+        return Ok(record.clone());
+    };
+    let id = record.event.display_id();
+    let what = format!("the payload of {id} is in the object {key:?} of {bucket:?}");
+    Err(Error::new(
+        Code::Unsupported,
+        format!("{what}, and this build reads no objects"),
+    )
+    .hint(HINT))
 }
 
 /// Whether a part of the payload is in an object.

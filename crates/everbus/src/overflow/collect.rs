@@ -75,6 +75,9 @@ pub struct Survey {
     /// The rest, by the log that put them: another log, or a newer state of this log that an older copy has
     /// replaced. The empty name stands for an unknown log.
     pub others: BTreeMap<String, Tally>,
+    /// The objects of the others: log, key, size and age.
+    #[serde(skip)]
+    objects: Vec<(String, String, u64, Duration)>,
 }
 
 impl Objects {
@@ -87,13 +90,14 @@ impl Objects {
         let log = orphans.log_id().await?;
         let mut gone = Vec::new();
         for note in orphans.list().await? {
-            let may_go = self.is_ours(&note.key, log) && !is_expected(engine, &note, options);
-            let found = match may_go {
-                true => self.place.size(&note.key).await?,
-                false => None,
-            };
-            // A missing object was never put or is deleted already, unless it is in another place.
-            if !may_go || found.is_none() && note.bucket != self.place.name() {
+            let mut stays = !self.is_ours(&note.key, log) || is_expected(engine, &note, options);
+            let mut found = None;
+            if !stays {
+                found = self.place.get(&note.key, true).await?;
+                // A missing object was never put or is deleted already, unless it is in another place.
+                stays = found.is_none() && note.bucket != self.place.name();
+            }
+            if stays {
                 done.kept += 1;
                 continue;
             }
@@ -101,8 +105,8 @@ impl Objects {
                 if !options.dry_run {
                     self.place.delete(&note.key).await?;
                 }
-                if let Some(bytes) = found {
-                    done.bytes += bytes;
+                if let Some(found) = found {
+                    done.bytes += found.meta.size;
                     match note.unborn {
                         true => done.strays += 1,
                         false => done.orphans += 1,
@@ -128,12 +132,12 @@ impl Objects {
     /// collector strikes off the note. A store beside a broker sees events late, so there the object stays.
     pub(crate) async fn discard(&self, engine: &Engine, event: &Event) -> Result<()> {
         let seen = self.orphans.is_some() && engine.background.is_none();
-        match event.overflow().filter(|_| seen) {
-            Some(reference) if !is_in_use(engine, event.id(), &reference.key).await? => {
-                self.place.delete(&reference.key).await
-            }
-            _ => Ok(()),
+        if let Some(reference) = event.overflow().filter(|_| seen)
+            && !is_in_use(engine, event.id(), &reference.key).await?
+        {
+            self.place.delete(&reference.key).await?;
         }
+        Ok(())
     }
 
     /// Lists the configured place. Every object is checked.
@@ -142,74 +146,52 @@ impl Objects {
             place: self.place.name().to_owned(),
             ..Survey::default()
         };
-        if let Some(orphans) = &self.orphans {
-            survey.log = Some(orphans.log_id().await?.short());
-        }
-        for (kind, _, bytes, _) in self.walk(engine).await? {
-            let tally = match kind {
-                Kind::Used => &mut survey.in_use,
-                Kind::Noted => &mut survey.noted,
-                Kind::Of(log) => survey.others.entry(log).or_default(),
-            };
-            tally.add(bytes);
-        }
-        Ok(survey)
-    }
-
-    /// Deletes the objects of a log, as named by [`survey`](Self::survey), unless an event of this log
-    /// refers to them or they are younger than `older`. The caller must know that no other file needs them.
-    /// With `dry_run` nothing is deleted, only counted.
-    pub async fn remove_others(
-        &self,
-        engine: &Engine,
-        owner: &str,
-        older: Duration,
-        dry_run: bool,
-    ) -> Result<Tally> {
-        let mut removed = Tally::default();
-        for (kind, key, bytes, age) in self.walk(engine).await? {
-            if matches!(&kind, Kind::Of(log) if log == owner) && age >= older {
-                if !dry_run {
-                    self.place.delete(&key).await?;
-                }
-                removed.add(bytes);
-            }
-        }
-        Ok(removed)
-    }
-
-    /// The objects of events in the configured place: what each is to this log, its key, size and age.
-    async fn walk(&self, engine: &Engine) -> Result<Vec<(Kind, String, u64, Duration)>> {
         let listed = self.place.list().await?;
         // After the listing: an object is noted before it is put.
         let mut noted = HashSet::new();
         if let Some(orphans) = &self.orphans {
             let log = orphans.log_id().await?;
+            survey.log = Some(log.short());
             let notes = orphans.list().await?.into_iter().map(|note| note.key);
             noted.extend(notes.filter(|key| self.is_ours(key, log)));
         }
-        let mut found = Vec::with_capacity(listed.len());
         for (key, bytes, age) in listed {
             let Some((id, log)) = key::made_by(&key) else {
                 continue;
             };
-            let kind = match (is_in_use(engine, id, &key).await?, noted.contains(&key)) {
-                (true, _) => Kind::Used,
-                (false, true) => Kind::Noted,
-                (false, false) => Kind::Of(log.to_owned()),
-            };
-            found.push((kind, key, bytes, age));
+            if is_in_use(engine, id, &key).await? {
+                survey.in_use.add(bytes);
+            } else if noted.contains(&key) {
+                survey.noted.add(bytes);
+            } else {
+                let log = log.to_owned();
+                survey.others.entry(log.clone()).or_default().add(bytes);
+                survey.objects.push((log, key, bytes, age));
+            }
         }
-        Ok(found)
+        Ok(survey)
     }
-}
 
-/// What an object is to this log.
-enum Kind {
-    Used,
-    Noted,
-    /// Another log put it, or a newer state of this one. Empty: not known.
-    Of(String),
+    /// Deletes the objects of a log, as named by the survey, unless they are younger than `older`. The caller
+    /// must know that no other file needs them. With `dry_run` nothing is deleted, only counted.
+    pub async fn remove_others(
+        &self,
+        survey: &Survey,
+        owner: &str,
+        older: Duration,
+        dry_run: bool,
+    ) -> Result<Tally> {
+        let mut removed = Tally::default();
+        for (log, key, bytes, age) in &survey.objects {
+            if log == owner && *age >= older {
+                if !dry_run {
+                    self.place.delete(key).await?;
+                }
+                removed.add(*bytes);
+            }
+        }
+        Ok(removed)
+    }
 }
 
 /// Whether the event of a publish may be still to come: for a day, and in a store beside a broker however late,

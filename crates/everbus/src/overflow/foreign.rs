@@ -7,7 +7,7 @@
 //! machine contact other servers.
 
 use bytes::Bytes;
-use everbus_core::{Code, Error, Event, Result};
+use everbus_core::{Event, Result};
 use everbus_dialects::workflow::{self, MOVED, Overflow as Reference};
 
 use super::read::{Flaw, content};
@@ -26,12 +26,7 @@ pub(super) fn refers_to(event: &Event, key: &str) -> bool {
 
 /// The complete payload; `None` if it is complete already.
 pub(super) async fn payload(objects: Option<&Objects>, event: &Event) -> Result<Option<Bytes>> {
-    let moved = workflow::moved(event).map_err(|error| {
-        // Readers handle an invalid reference and a missing object alike.
-        let named = Error::new(Code::ObjectStoreError, error.message());
-        named.hint(error.hint_text().unwrap_or_default().to_owned())
-    });
-    let Some(reference) = moved? else {
+    let Some(reference) = workflow::moved(event)? else {
         return Ok(None);
     };
     let flawed = |flaw: Flaw| flaw.of(event, &reference.bucket, &reference.key);

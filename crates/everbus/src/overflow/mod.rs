@@ -121,27 +121,25 @@ impl Objects {
         event.payload().len() + bound > threshold && size(event) > threshold
     }
 
-    /// The event to append: if it is too large, its large part is put into the store, durably, and it
-    /// carries a reference instead.
+    /// The event to append instead of one that is too large: its large part is put into the store, durably, and it
+    /// carries a reference.
     pub(crate) async fn offload(&self, event: Event) -> Result<Event> {
-        if !self.is_over(&event) {
-            return Ok(event);
-        }
-        let (bucket, mut log) = (self.place.name().to_owned(), None);
-        if let Some(orphans) = &self.orphans {
-            log = Some(orphans.log_id().await?);
-        }
-        let key = format!("{}{}", self.place.prefix, key::new(&event, log));
-        if let Some(orphans) = &self.orphans {
-            let note = Orphan {
-                bucket: bucket.clone(),
-                key: key.clone(),
-                id: event.id(),
-                since: SystemClock.now(),
-                unborn: true,
-            };
-            orphans.note(vec![note]).await?;
-        }
+        let bucket = self.place.name().to_owned();
+        let key = |log| format!("{}{}", self.place.prefix, key::new(&event, log));
+        let key = match &self.orphans {
+            None => key(None),
+            Some(orphans) => {
+                let note = Orphan {
+                    bucket: bucket.clone(),
+                    key: key(Some(orphans.log_id().await?)),
+                    id: event.id(),
+                    since: SystemClock.now(),
+                    unborn: true,
+                };
+                orphans.note(vec![note.clone()]).await?;
+                note.key
+            }
+        };
         let threshold = self.options.threshold_of(event.event_type());
         let put_as = key.clone();
         let (event, chunks) = blocking(move || {
@@ -184,13 +182,12 @@ pub async fn whole(objects: Option<&Objects>, record: &Arc<Recorded>) -> Result<
         (None, _) if is_apart(event) => Box::pin(foreign::payload(objects, event)).await?,
         (None, _) => None,
     };
-    Ok(payload.map_or_else(
-        || record.clone(),
-        |payload| {
-            let whole = event.clone().made_whole(payload);
-            Arc::new(Recorded::new(whole, record.position, record.received_at))
-        },
-    ))
+    let Some(payload) = payload else {
+        return Ok(record.clone());
+    };
+    let whole = event.clone().made_whole(payload);
+    let whole = Recorded::new(whole, record.position, record.received_at);
+    Ok(Arc::new(whole))
 }
 
 /// Whether a part of the payload may be in an object: of this bus, or of another sender.
@@ -202,10 +199,7 @@ const DAY: Duration = Duration::from_secs(24 * 3600);
 
 /// Deletes objects that no event refers to any more, at the start and once a day.
 pub(crate) async fn collect_daily(engine: Engine, objects: Arc<Objects>) {
-    let mut day = tokio::time::interval(DAY);
-    day.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
-        day.tick().await;
         match objects.collect(&engine, &Collect::default()).await {
             Ok(collected) if collected == Collected::default() => {}
             Ok(collected) => {
@@ -216,6 +210,7 @@ pub(crate) async fn collect_daily(engine: Engine, objects: Arc<Objects>) {
                 tracing::warn!(target: "everbus::overflow", %error, "could not delete objects without events");
             }
         }
+        tokio::time::sleep(DAY).await;
     }
 }
 

@@ -16,8 +16,8 @@ pub const LARGEST_EVENT: usize = 64 * 1024 * 1024;
 
 /// A reference needs some bytes itself.
 const SMALLEST_THRESHOLD: usize = 1024;
-/// SQLite stores no larger row, and no larger object is read back.
-pub(super) const LARGEST_OBJECT: usize = 512 * 1024 * 1024;
+/// SQLite stores no larger row.
+const LARGEST_OBJECT: usize = 512 * 1024 * 1024;
 
 /// When events are split, and where the large parts go.
 ///

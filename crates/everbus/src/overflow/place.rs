@@ -14,8 +14,7 @@ use futures_util::TryStreamExt as _;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    Error as StoreError, GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt as _,
-    PutPayload,
+    Error as StoreError, GetOptions, GetResult, ObjectStore, ObjectStoreExt as _, PutPayload,
 };
 
 use super::{Overflow, blocking, key};
@@ -27,7 +26,7 @@ pub struct Place {
     /// Comes before every key.
     pub(super) prefix: String,
     /// The path, if it is a directory. It is created when the first object is put there.
-    directory: Option<PathBuf>,
+    pub(super) directory: Option<PathBuf>,
     open: OnceLock<Arc<dyn ObjectStore>>,
 }
 
@@ -150,11 +149,6 @@ impl Place {
         &self.bucket
     }
 
-    /// The path, if this is a directory.
-    pub(super) fn path(&self) -> Option<&FilePath> {
-        self.directory.as_deref()
-    }
-
     /// The store. If the directory is missing it is created, durably, or `None` without `make`.
     async fn store(&self, make: bool) -> Result<Option<Arc<dyn ObjectStore>>> {
         if let Some(open) = self.open.get() {
@@ -186,33 +180,31 @@ impl Place {
         found(store.get_opts(&path(key)?, options).await, key)
     }
 
-    /// The size of an object, or `None` if there is none.
-    pub(super) async fn size(&self, key: &str) -> Result<Option<u64>> {
-        let found = self.get(key, true).await?;
-        Ok(found.map(|found| found.meta.size))
-    }
-
     /// Deletes an object, and in a directory what an interrupted put left of it: `object_store` writes a file with
     /// `#1` after its name, then renames it. A missing object is not an error.
     pub(super) async fn delete(&self, key: &str) -> Result<()> {
         let Some(store) = self.store(false).await? else {
             return Ok(());
         };
-        if let Some(path) = self.path() {
+        if let Some(path) = &self.directory {
             let unfinished = path.join(format!("{key}#1"));
             let _ = blocking(move || std::fs::remove_file(unfinished)).await?;
         }
         found(store.delete(&path(key)?).await, key).map(drop)
     }
 
-    /// All objects: key, size and age.
+    /// All objects: key, size, and age by the clock of this machine.
     pub(super) async fn list(&self) -> Result<Vec<(String, u64, Duration)>> {
         let Some(store) = self.store(false).await? else {
             return Ok(Vec::new());
         };
         let folder = path(&format!("{}{}", self.prefix, key::FOLDER))?;
         let objects = store.list(Some(&folder));
-        let objects = objects.map_ok(|meta| (meta.location.to_string(), meta.size, age(&meta)));
+        let objects = objects.map_ok(|meta| {
+            let age = SystemTime::from(meta.last_modified).elapsed();
+            let key = meta.location.to_string();
+            (key, meta.size, age.unwrap_or_default())
+        });
         let objects = objects.try_collect().await;
         objects.map_err(|e| failed("the objects could not be listed".into(), e))
     }
@@ -271,31 +263,17 @@ fn opened(path: &FilePath, make: bool) -> Result<Option<Arc<dyn ObjectStore>>> {
     Ok(Some(Arc::new(store)))
 }
 
-/// The age of an object, by the clock of this machine.
-fn age(meta: &ObjectMeta) -> Duration {
-    let modified = u64::try_from(meta.last_modified.timestamp_millis()).unwrap_or(0);
-    let modified = SystemTime::UNIX_EPOCH + Duration::from_millis(modified);
-    modified.elapsed().unwrap_or_default()
-}
-
 /// Creates a directory and its parents, and syncs those that got a new entry.
 fn make_directory(path: &FilePath) -> std::io::Result<()> {
     let missing = path.ancestors().take_while(|above| !above.is_dir());
     let missing: Vec<&FilePath> = missing.collect();
     std::fs::create_dir_all(path)?;
     for above in missing.into_iter().filter_map(FilePath::parent) {
-        match above.as_os_str().is_empty() {
-            true => sync(FilePath::new("."))?,
-            false => sync(above)?,
+        let here = above.as_os_str().is_empty();
+        let above = if here { FilePath::new(".") } else { above };
+        if cfg!(unix) {
+            std::fs::File::open(above)?.sync_all()?;
         }
-    }
-    Ok(())
-}
-
-/// Makes a file or the entries of a directory durable.
-fn sync(path: &FilePath) -> std::io::Result<()> {
-    if cfg!(unix) {
-        std::fs::File::open(path)?.sync_all()?;
     }
     Ok(())
 }

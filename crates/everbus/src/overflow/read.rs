@@ -7,14 +7,8 @@ use futures_util::{StreamExt as _, stream};
 use object_store::GetResult;
 use sha2::{Digest as _, Sha256};
 
-use super::options::LARGEST_OBJECT;
 use super::place::failed;
 use super::{NULL, Objects, Place, blocking, hex};
-
-/// How many objects are looked for at once.
-const AT_ONCE: usize = 16;
-/// How many are read at once; each is in memory as a whole.
-const READ_AT_ONCE: usize = 2;
 
 /// What is wrong with an object, and what can be done about it.
 pub(super) struct Flaw {
@@ -34,7 +28,8 @@ impl Flaw {
         Self::new("it is missing")
     }
 
-    fn length(found: u64, wanted: u64) -> Self {
+    fn length(found: &GetResult, reference: &Reference) -> Self {
+        let (found, wanted) = (found.meta.size, reference.size);
         Self::new(format!("it has {found} bytes instead of {wanted}"))
     }
 
@@ -69,12 +64,8 @@ pub(super) async fn checked(
     found: GetResult,
     reference: &Reference,
 ) -> Result<Result<Bytes, Flaw>> {
-    let size = found.meta.size;
-    if size != reference.size {
-        return Ok(Err(Flaw::length(size, reference.size)));
-    }
-    if size > LARGEST_OBJECT as u64 {
-        return Ok(Err(Flaw::new(format!("it has {size} bytes"))));
+    if found.meta.size != reference.size {
+        return Ok(Err(Flaw::length(&found, reference)));
     }
     let object = content(found, &reference.key).await?;
     let (object, hash) = blocking(move || {
@@ -107,8 +98,8 @@ impl Objects {
             };
             Ok(found.err().map(|flaw| flaw.what))
         });
-        let at_once = if deep { READ_AT_ONCE } else { AT_ONCE };
-        looking.buffered(at_once).collect().await
+        // An object that is read is in memory as a whole.
+        looking.buffered(if deep { 2 } else { 16 }).collect().await
     }
 
     /// All places that are read, the configured one first.
@@ -123,28 +114,23 @@ impl Objects {
         let bucket = &reference.bucket;
         let mut places: Vec<&Place> = self.places().collect();
         places.sort_by_key(|place| place.name() != bucket);
+        let known = places.iter().any(|place| place.name() == bucket);
         let (mut flaw, mut failed) = (None, None);
-        for place in &places {
+        for place in places {
             match place.get(&reference.key, head).await {
                 Ok(None) => {}
                 Ok(Some(found)) if found.meta.size == reference.size => return Ok(Ok(found)),
-                Ok(Some(found)) => {
-                    let other = Flaw::length(found.meta.size, reference.size);
-                    flaw = flaw.or(Some(other));
-                }
+                Ok(Some(found)) => flaw = flaw.or(Some(Flaw::length(&found, reference))),
                 // It may be in one of the other places.
                 Err(error) => failed = failed.or(Some(error)),
             }
         }
-        match failed {
-            Some(error) => Err(error),
-            None => Ok(Err(flaw.unwrap_or_else(|| {
-                match places.iter().any(|place| place.name() == bucket) {
-                    true => Flaw::missing(),
-                    false => Flaw::elsewhere(bucket),
-                }
-            }))),
-        }
+        let absent = if known {
+            Flaw::missing()
+        } else {
+            Flaw::elsewhere(bucket)
+        };
+        failed.map_or(Ok(Err(flaw.unwrap_or(absent))), Err)
     }
 
     /// The complete payload of an event of this log.

@@ -24,7 +24,7 @@ impl Place {
     ///
     /// An error if another object has its key here, or one of the places cannot be used.
     pub async fn bring(&self, from: &Place, reference: &Reference) -> Result<Transferred> {
-        let (key, remote) = (&reference.key, self.path().is_none());
+        let (key, remote) = (&reference.key, self.directory.is_none());
         // A remote object is not downloaded for this: readers check its content. One in a directory is put again,
         // because the put that left it may not have been finished durably.
         let (found, done) = match self.get(key, remote).await? {

@@ -10,11 +10,11 @@ mod holdings;
 pub(crate) mod needed;
 mod others;
 mod plan;
+mod preview;
 pub(crate) mod remove;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -24,17 +24,18 @@ use crate::audit::forget_audit_some;
 use crate::broker::SqliteEngine;
 use crate::declare::sweep_ephemeral;
 use crate::history::forget_history;
+use crate::readers::Reader;
 use crate::rows::micros;
 use crate::writer::Writer;
 use needed::owed;
 use plan::Plan;
-use remove::remove_pieces;
+use remove::remove_rows;
 
 /// How long one transaction of retention works: about as long as a commit takes, so that a waiting publish
 /// hardly notices. The piece of work that is under way when the time is over is finished.
 const SLICE: Duration = Duration::from_micros(300);
-/// Pieces that one transaction removes at most, if they are light.
-const PIECES: usize = 16;
+/// Events that one transaction looks at, at most.
+const EVENTS: usize = 1024;
 /// Free pages given back in one step at most.
 const PAGES: u64 = 1024;
 /// The pause between two steps of giving space back while other commands write to the file. At this rate the
@@ -67,18 +68,21 @@ struct Run<'e> {
     now: Timestamp,
     done: Pruned,
     preview: bool,
-    /// In a preview: the ranges of events that would be removed, by their begin.
-    gone: BTreeMap<u64, u64>,
     watch: Watch,
 }
 
 impl SqliteEngine {
     pub(crate) async fn prune_all(&self, retention: Retention, watch: Watch) -> Result<Pruned> {
-        let mut run = Run::new(self, retention, false, watch);
+        let mut run = Run::new(self, retention, watch);
         self.handle
             .job(|writer| sweep_ephemeral(&mut writer.tx, &mut writer.deliveries.leases))
             .await?;
-        run.all().await?;
+        run.dead_letters().await?;
+        // Before the events: a stage that is too old counts as one, whether its event goes or not.
+        run.stages().await?;
+        run.events().await?;
+        run.outbox().await?;
+        run.audit().await?;
         if run.done.removed > 0 {
             // Index runs whose events are all gone. The indexer cleans up the others later.
             self.handle.patient_job(forget_history).await?;
@@ -93,31 +97,29 @@ impl SqliteEngine {
     }
 
     pub(crate) async fn preview_all(&self, retention: Retention) -> Result<Pruned> {
-        let mut run = Run::new(self, retention, true, Box::new(|_| {}));
-        run.all().await?;
+        let mut run = Run::new(self, retention.clone(), Box::new(|_| {}));
+        run.preview = true;
+        let (now, audit) = (run.now, run.before(retention.audit));
+        let count = move |reader: &mut Reader| preview::count(reader, &retention, now);
+        run.done = self.handle.query(count).await?;
+        run.events().await?;
+        if let Some(before) = audit {
+            run.done.audit = self.forgettable(before).await?;
+        }
         Ok(run.done)
     }
 }
 
 impl<'e> Run<'e> {
-    fn new(engine: &'e SqliteEngine, retention: Retention, preview: bool, watch: Watch) -> Self {
+    fn new(engine: &'e SqliteEngine, retention: Retention, watch: Watch) -> Self {
         Self {
             engine,
             now: engine.handle.clock.now(),
             retention,
             done: Pruned::default(),
-            preview,
-            gone: BTreeMap::new(),
+            preview: false,
             watch,
         }
-    }
-
-    async fn all(&mut self) -> Result<()> {
-        self.dead_letters().await?;
-        self.events().await?;
-        self.stages().await?;
-        self.outbox().await?;
-        self.audit().await
     }
 
     /// Adds what a step removed.
@@ -171,15 +173,6 @@ impl<'e> Run<'e> {
             return Ok(());
         };
         let before = self.now.minus(age);
-        if self.preview {
-            let count = self.engine.handle.query(move |reader| {
-                let gone = crate::outbox::count_dead(&reader.conn, before)?;
-                let dead_letters = gone.letters + others::count_dead(reader, micros(before))?;
-                Ok((dead_letters, gone.rows))
-            });
-            (self.done.dead_letters, self.done.outbox) = count.await?;
-            return Ok(());
-        }
         let reason: Arc<str> = letter_kept_for(age).into();
         let first = (i64::MIN, 0, i64::MIN);
         self.repeat(false, first, move |writer, from, slice| {
@@ -206,31 +199,25 @@ impl<'e> Run<'e> {
             let owed = handle
                 .lazy_job(|writer| owed(&writer.tx, &writer.deliveries.leases))
                 .await?;
-            let found;
-            (plan, found) = handle
-                .query(move |reader| {
-                    let found = plan.look(reader, &owed)?;
-                    Ok((plan, found))
-                })
-                .await?;
-            self.done.kept += found.kept;
+            let rows;
+            (plan, rows) = handle.query(move |reader| plan.look(reader, &owed)).await?;
+            self.done.kept += plan.kept;
             if self.preview {
-                self.done.removed += found.pieces.iter().map(|piece| piece.events).sum::<u64>();
-                let ranges = found.pieces.into_iter().flat_map(|piece| piece.ranges);
-                self.gone.extend(ranges);
+                self.done.removed += rows.iter().filter(|row| row.goes).count() as u64;
                 continue;
             }
-            let mut pieces = found.pieces.as_slice();
-            while !pieces.is_empty() {
-                let step = pieces[..pieces.len().min(PIECES)].to_vec();
+            let mut left = rows.as_slice();
+            while let Some(first) = left.iter().position(|row| row.goes) {
+                left = &left[first..];
+                let step = left[..left.len().min(EVENTS)].to_vec();
                 // An object may be deleted only after the removal of its event is durable.
-                let durable = step.iter().any(|piece| piece.overflow);
+                let durable = step.iter().any(|row| row.goes && row.overflow);
                 let step = move |writer: &mut Writer, slice: &Slice| {
-                    remove_pieces(&mut writer.tx, &writer.deliveries.leases, &step, slice)
+                    remove_rows(&mut writer.tx, &writer.deliveries.leases, &step, slice)
                 };
                 let (gone, seen) = self.step(durable, step).await?;
                 self.add(gone);
-                pieces = &pieces[seen..];
+                left = &left[seen..];
             }
         }
         Ok(())
@@ -241,21 +228,6 @@ impl<'e> Run<'e> {
         let Some(before) = self.before(self.retention.payloads).map(micros) else {
             return Ok(());
         };
-        if self.preview {
-            let dead = self.before(self.retention.dead_letters).map(micros);
-            let old = self
-                .engine
-                .handle
-                .query(move |reader| others::old_stages(reader, before, dead.unwrap_or(i64::MIN)));
-            let old = old.await?;
-            // Stages that are removed with their event are not counted.
-            let goes = |seq: u64| {
-                let last = self.gone.range(..=seq).next_back();
-                last.is_some_and(|(_, hi)| *hi >= seq)
-            };
-            self.done.payloads = old.iter().filter(|seq| !goes(**seq)).count() as u64;
-            return Ok(());
-        }
         self.repeat(false, (i64::MIN, i64::MIN), move |writer, from, slice| {
             others::forget_stages(&writer.tx, before, from, slice)
         })
@@ -267,13 +239,6 @@ impl<'e> Run<'e> {
         let Some(before) = self.before(self.retention.outbox) else {
             return Ok(());
         };
-        if self.preview {
-            let dead = self.before(self.retention.dead_letters).map(micros);
-            let handle = &self.engine.handle;
-            let sent = handle.query(move |reader| others::count_sent(reader, before, dead));
-            self.done.outbox += sent.await?;
-            return Ok(());
-        }
         self.repeat(false, (), move |writer, (), _| {
             others::forget_sent(&writer.tx, before)
         })
@@ -285,10 +250,6 @@ impl<'e> Run<'e> {
         let Some(before) = self.before(self.retention.audit) else {
             return Ok(());
         };
-        if self.preview {
-            self.done.audit = self.engine.forgettable(before).await?;
-            return Ok(());
-        }
         let Some(last) = self.engine.allow_forgetting(before).await? else {
             return Ok(());
         };
@@ -308,11 +269,8 @@ impl<'e> Run<'e> {
     /// A page must be moved before it can be given back, so this costs publishers more than removing an
     /// event. New events fill the free pages anyway, so there is no hurry while other commands write.
     async fn space(&mut self) -> Result<()> {
-        let free = self
-            .engine
-            .handle
-            .lazy_job(|writer| others::free(&writer.tx));
-        let (page, mut left) = free.await?;
+        let handle = &self.engine.handle;
+        let (page, mut left) = handle.lazy_job(|writer| others::free(&writer.tx)).await?;
         while left > 0 {
             let pages = PAGES.min(left);
             let step = move |writer: &mut Writer, slice: &Slice| {
@@ -324,11 +282,12 @@ impl<'e> Run<'e> {
                 freed_bytes: given * page,
                 ..Pruned::default()
             });
-            left = left.saturating_sub(given);
-            if given == 0 || left == 0 {
-                break;
-            }
-            if in_use {
+            left = if given == 0 {
+                0
+            } else {
+                left.saturating_sub(given)
+            };
+            if left > 0 && in_use {
                 tokio::time::sleep(SPACE_PAUSE).await;
             }
         }

@@ -1,8 +1,7 @@
 //! Which events must stay: those that a group has not reached yet, has in flight, has waiting, or has in the
 //! dead letters.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
-use std::sync::Arc;
+use std::collections::{BTreeSet, HashSet};
 
 use everbus_core::{GroupName, Pattern, Result};
 use rusqlite::Connection;
@@ -12,21 +11,6 @@ use crate::deliveries::leases::Leases;
 use crate::rows::{ADDRESS, TypeNames, seq_from, to_sql};
 use crate::sql::Sql as _;
 use crate::tx::Tx;
-
-/// The parts of a range that have none of these events.
-pub(super) fn between(needed: &BTreeSet<u64>, lo: u64, hi: u64) -> Vec<(u64, u64)> {
-    let (mut free, mut from) = (Vec::new(), lo);
-    for seq in needed.range(lo..=hi) {
-        if *seq > from {
-            free.push((from, seq - 1));
-        }
-        from = seq + 1;
-    }
-    if from <= hi {
-        free.push((from, hi));
-    }
-    free
-}
 
 /// Events that groups need and that have no row: events beyond the cursors, and open events in claims.
 #[derive(Clone, Debug)]
@@ -76,36 +60,35 @@ impl Owed {
         all: &mut BTreeSet<u64>,
     ) -> Result<()> {
         let doing = "looking what has yet to be read";
-        let behind = self.groups.iter().filter(|group| group.cursor < hi);
-        let behind: Vec<&Reader> = behind.collect();
-        let Some(slowest) = behind.iter().map(|group| group.cursor).min() else {
+        let slowest = self.groups.iter().map(|group| group.cursor).min();
+        let Some(slowest) = slowest.filter(|cursor| *cursor < hi) else {
             return Ok(());
         };
-        let events: Vec<(i64, i64, Option<String>)> = conn.all(doing, &format!(
-                "SELECT seq, CAST(type AS INTEGER), {ADDRESS} FROM log WHERE seq BETWEEN ?1 AND ?2 ORDER BY seq"
-            ), (to_sql(lo.max(slowest + 1)), to_sql(hi)))?;
-        let (mut names, mut types) = (TypeNames::default(), HashMap::new());
-        for id in events.iter().map(|(_, id, _)| *id).collect::<HashSet<_>>() {
-            types.insert(id, names.find(conn, id)?);
-        }
-        for group in behind {
-            let from = to_sql(lo.max(group.cursor + 1));
-            let sql = "SELECT seq FROM skips WHERE group_id = ?1 AND seq BETWEEN ?2 AND ?3";
-            let dropped: HashSet<i64> = conn.all(doing, sql, (group.id, from, to_sql(hi)))?;
-            // Every group that reaches a damaged event dead-letters it, so the event must stay.
-            let wants = |name: &Option<Arc<str>>| match name {
+        let range = (to_sql(lo.max(slowest + 1)), to_sql(hi));
+        let sql = format!(
+            "SELECT seq, CAST(type AS INTEGER), {ADDRESS} FROM log WHERE seq BETWEEN ?1 AND ?2"
+        );
+        let events: Vec<(i64, i64, Option<String>)> = conn.all(doing, &sql, range)?;
+        let sql = "SELECT group_id, seq FROM skips
+                   WHERE group_id IN (SELECT id FROM groups) AND seq BETWEEN ?1 AND ?2";
+        let skipped: HashSet<(i64, i64)> = conn.all(doing, sql, range)?;
+        let mut names = TypeNames::default();
+        for (seq, type_id, address) in events {
+            let name = names.find(conn, type_id)?;
+            // Every group that reaches an event without a readable type dead-letters it, so the event must stay.
+            let matches = |group: &Reader| match &name {
                 Some(name) => group.patterns.iter().any(|pattern| pattern.matches(name)),
                 None => true,
             };
-            let wanted = types.iter().filter(|(_, name)| wants(name));
-            let wanted: HashSet<i64> = wanted.map(|(id, _)| *id).collect();
-            let unread = events.iter().filter(|(seq, type_id, address)| {
-                *seq >= from
-                    && wanted.contains(type_id)
+            let wants = |group: &Reader| {
+                to_sql(group.cursor) < seq
+                    && matches(group)
                     && group.name.receives(address.as_deref())
-                    && !dropped.contains(seq)
-            });
-            all.extend(unread.map(|(seq, ..)| seq_from(*seq)));
+                    && !skipped.contains(&(group.id, seq))
+            };
+            if self.groups.iter().any(wants) {
+                all.insert(seq_from(seq));
+            }
         }
         Ok(())
     }
@@ -132,20 +115,4 @@ pub(crate) fn owed(tx: &Tx, leases: &Leases) -> Result<Owed> {
         groups: groups.collect(),
         claimed: open,
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn events_between_the_needed_ones_may_go() {
-        let needed = BTreeSet::from([3, 4, 5, 8, 20]);
-        let all = [(1, 2), (6, 7), (9, 19), (21, 40)];
-        assert_eq!(between(&needed, 1, 40), all);
-        assert_eq!(between(&needed, 4, 9), [(6, 7), (9, 9)]);
-        assert_eq!(between(&needed, 4, 5), []);
-        assert_eq!(between(&needed, 9, 19), [(9, 19)]);
-        assert_eq!(between(&BTreeSet::new(), 1, 2), [(1, 2)]);
-    }
 }

@@ -8,7 +8,6 @@ use rusqlite::params;
 
 use super::Slice;
 use crate::errors::from_sqlite;
-use crate::readers::Reader;
 use crate::rows::seq_from;
 use crate::sql::Sql as _;
 use crate::streams::skip_ahead;
@@ -23,7 +22,7 @@ const OUTBOX_ROWS: usize = 16;
 pub(crate) type DeadKey = (i64, i64, i64);
 
 /// Dead letters that are not being retried.
-const AT_REST: &str = "NOT EXISTS (SELECT 1 FROM deliveries w
+pub(super) const AT_REST: &str = "NOT EXISTS (SELECT 1 FROM deliveries w
                          WHERE w.group_id = d.group_id AND w.seq = d.seq)";
 
 /// Removes some dead letters from before a time that are not being retried. For an open one, the group's skip
@@ -66,13 +65,6 @@ pub(crate) fn forget_dead(
     Ok((gone, next))
 }
 
-/// Counts what [`forget_dead`] would remove.
-pub(crate) fn count_dead(reader: &Reader, before: i64) -> Result<u64> {
-    let sql = format!("SELECT count(*) FROM dead_letters d WHERE d.died_at < ?1 AND {AT_REST}");
-    let count = reader.conn.one("counting old dead letters", &sql, [before]);
-    count.map(seq_from)
-}
-
 /// Removes some payload stages from before a time. Those of open dead letters stay.
 pub(crate) fn forget_stages(
     tx: &Tx,
@@ -102,40 +94,6 @@ pub(crate) fn forget_stages(
         }
     }
     Ok((gone, next))
-}
-
-/// The events of payload stages from before a time, except those of open dead letters that died at or after
-/// `dead_since`.
-pub(crate) fn old_stages(reader: &Reader, before: i64, dead_since: i64) -> Result<Vec<u64>> {
-    let sql = "SELECT p.seq FROM event_payloads p
-               WHERE p.timestamp < ?1 AND NOT EXISTS (SELECT 1 FROM dead_letters d
-                 WHERE d.seq = p.seq AND d.retried_at IS NULL AND d.died_at >= ?2)";
-    let doing = "looking for old payload stages";
-    reader
-        .conn
-        .read_all(doing, sql, (before, dead_since), |row| {
-            Ok(seq_from(row.get(0)?))
-        })
-}
-
-/// Counts rows of the outbox that were sent before a time. It also counts rows with a dead letter from before
-/// `dead`: that dead letter would be removed first.
-pub(crate) fn count_sent(reader: &Reader, before: Timestamp, dead: Option<i64>) -> Result<u64> {
-    let doing = "counting the outbox";
-    let sql = "SELECT count(*) FROM event_outbox WHERE status = 'sent' AND sent_at < ?1";
-    let sent: i64 = reader.conn.one(doing, sql, [before.to_string()])?;
-    let Some(dead) = dead else {
-        return Ok(seq_from(sent));
-    };
-    let freed: i64 = reader
-        .conn.one(doing, "SELECT count(DISTINCT o.row) FROM dead_letters d INDEXED BY dead_open_died
-                          CROSS JOIN event_outbox_origins v ON v.seq = d.seq
-                          CROSS JOIN event_outbox o ON o.row = v.row
-                          WHERE d.retried_at IS NULL AND d.died_at < ?2 AND +o.status = 'failed' AND o.sent_at < ?1
-                            AND NOT EXISTS (SELECT 1 FROM dead_letters e
-                              WHERE e.seq = d.seq AND e.retried_at IS NULL AND (e.died_at >= ?2 OR EXISTS (
-                                SELECT 1 FROM deliveries w WHERE w.group_id = e.group_id AND w.seq = e.seq)))", params![before.to_string(), dead])?;
-    Ok(seq_from(sent + freed))
 }
 
 /// Removes some rows of the outbox that were sent before a time.

@@ -3,8 +3,8 @@
 use everbus_core::{Pruned, Result};
 
 use super::Slice;
-use super::needed::{Owed, between, owed};
-use super::plan::Piece;
+use super::needed::{Owed, owed};
+use super::plan::Row;
 use crate::declare::pass_removed;
 use crate::deliveries::leases::Leases;
 use crate::orphans::note_orphans;
@@ -12,34 +12,50 @@ use crate::rows::to_sql;
 use crate::sql::Sql as _;
 use crate::tx::Tx;
 
-/// Removes the events of these pieces, except those that a group has come to need since, until the time is over.
-/// Returns what was done, and how many pieces were handled.
-pub(crate) fn remove_pieces(
+/// Events and bytes after which a piece of work ends, so that the time is checked.
+const EVENTS: usize = 64;
+const BYTES: u64 = 128 * 1024;
+
+/// Removes these events, except those that a group has come to need since, until the time is over. Returns what
+/// was done, and how many rows were handled.
+pub(crate) fn remove_rows(
     tx: &mut Tx,
     leases: &Leases,
-    pieces: &[Piece],
+    rows: &[Row],
     slice: &Slice,
 ) -> Result<(Pruned, usize)> {
     let (mut done, mut seen) = (Pruned::default(), 0);
     let owed = owed(tx, leases)?;
-    for piece in pieces {
-        let needed = owed.needed(&tx.conn, piece.span(), None)?;
-        let mut gone = 0;
-        for (lo, hi) in &piece.ranges {
-            for (lo, hi) in between(&needed, *lo, *hi) {
-                gone += remove_range(tx, lo, hi, piece.overflow)?;
+    while let Some(piece) = piece(&rows[seen..]) {
+        let span = (piece[0].seq, piece[piece.len() - 1].seq);
+        let needed = owed.needed(&tx.conn, span, None)?;
+        let goes = |row: &Row| row.goes && !needed.contains(&row.seq);
+        for run in piece.chunk_by(|a, b| goes(a) == goes(b)) {
+            let (first, last) = (run[0], run[run.len() - 1]);
+            if goes(&first) {
+                let overflow = run.iter().any(|row| row.overflow);
+                done.removed += remove_range(tx, first.seq, last.seq, overflow)?;
+            } else {
+                done.kept += run.iter().filter(|row| row.goes).count() as u64;
             }
         }
-        done.removed += gone;
-        if !needed.is_empty() {
-            done.kept += piece.events.saturating_sub(gone);
-        }
-        seen += 1;
+        seen += piece.len();
         if slice.is_over() {
             break;
         }
     }
     Ok((done, seen))
+}
+
+/// The first events, at least one and not too heavy together.
+fn piece(rows: &[Row]) -> Option<&[Row]> {
+    let mut bytes = rows.first()?.bytes;
+    let fits = |row: &&Row| {
+        bytes = bytes.saturating_add(row.bytes);
+        bytes <= BYTES
+    };
+    let count = 1 + rows[1..].iter().take(EVENTS - 1).take_while(fits).count();
+    Some(&rows[..count])
 }
 
 /// Removes one event unless a group needs it.

@@ -90,7 +90,7 @@ impl Daemon {
         lines.into_iter().rev().collect::<Vec<_>>().join("\n")
     }
 
-    /// Stops the server and its children where they are. Connections stay open and nothing is answered.
+    /// Stops the server and its children (SIGSTOP). Connections stay open, and nothing is answered.
     pub(super) fn pause(&self) {
         // The parent first, so that no child is added.
         signal(self.child.id(), Signal::STOP);
@@ -102,7 +102,7 @@ impl Daemon {
         all.into_iter().for_each(wait_until_stopped);
     }
 
-    /// Lets them go on.
+    /// Continues the server and its children (SIGCONT).
     pub(super) fn resume(&self) {
         for child in children(self.child.id()) {
             signal(child, Signal::CONT);
@@ -135,7 +135,7 @@ impl Daemon {
     }
 }
 
-/// What every server can do with its process, which it has in the field `running`.
+/// The methods that every type of server has for its process, which is in the field `running`.
 macro_rules! controls {
     ($server:ident) => {
         impl $server {
@@ -145,12 +145,12 @@ macro_rules! controls {
                 daemon.into_iter().for_each(Daemon::kill);
             }
 
-            /// Stops it where it is (SIGSTOP): connections stay, nothing is answered.
+            /// Stops the server (SIGSTOP): connections stay open, and nothing is answered.
             pub fn pause(&self) {
                 self.lock().iter().for_each(Daemon::pause);
             }
 
-            /// Lets it go on.
+            /// Continues the server (SIGCONT).
             pub fn resume(&self) {
                 self.lock().iter().for_each(Daemon::resume);
             }
@@ -199,7 +199,7 @@ fn is_alive(process: u32) -> bool {
     state_of(process).is_some_and(|(state, _)| !matches!(state, 'Z' | 'X'))
 }
 
-/// Waits until every thread of a process stands still: for a moment after the signal they may still answer.
+/// Waits until every thread of a process has stopped. Shortly after the signal, threads may still run and answer.
 fn wait_until_stopped(process: u32) {
     let stands = || {
         let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else {

@@ -69,7 +69,7 @@ pub(crate) struct DlqFilterArgs {
 }
 
 impl DlqFilterArgs {
-    /// Whether it excludes anything.
+    /// Whether any filter is set.
     pub(crate) fn chooses(&self) -> bool {
         let Self {
             pattern,
