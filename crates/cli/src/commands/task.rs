@@ -314,7 +314,7 @@ async fn list(args: &ListArgs, jobs: &Jobs, output: &mut Output) -> Outcome {
     }
     let mut table = Table::new(&["TASK", "STATE", "NAME", "JOB", "SINCE", "WORKER"]);
     for task in &tasks {
-        let text = |text: &str| shortened(&escaped(text), 40).into_owned();
+        let text = |text: &str| shortened(&escaped(text), 60).into_owned();
         table.row(vec![
             text(&task.request_id),
             task.state.map_or("", TaskState::as_str).to_owned(),

@@ -186,6 +186,7 @@ impl WorkerArgs {
         for (name, value) in &self.set {
             command = command.env(name, value);
         }
+        command.check()?;
         Ok(command)
     }
 

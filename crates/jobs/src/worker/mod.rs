@@ -206,6 +206,9 @@ impl Worker {
                 "leave one of them out: handlers for single names may stand beside a command",
             ));
         }
+        if let Some(command) = &self.command {
+            command.check()?;
+        }
         if self.heartbeat < Duration::from_millis(100) {
             let what = format!("a heartbeat every {:?}", self.heartbeat);
             return Err(Error::new(Code::InvalidSetting, what).hint("at least every 100 ms"));

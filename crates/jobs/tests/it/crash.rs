@@ -2,8 +2,8 @@
 //! handler, which is fast, or the real one with child processes.
 //!
 //! A short run is a part of every test run. `EVERBUS_JOBS_CAMPAIGN=200 cargo test -p everbus-jobs --test it crash --
-//! --nocapture` runs 200 jobs of each kind. `EVERBUS_SEED` repeats one. With `--features postgres` and `EVERBUS_JOBS_ENGINE=postgres`
-//! it runs on PostgreSQL.
+//! --nocapture` runs 200 jobs of each kind. `EVERBUS_SEED` repeats one. With `--all-features` and `EVERBUS_JOBS_ENGINE=postgres`
+//! it runs on PostgreSQL; with `nats` or `redis` on that broker with a file beside it.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -21,10 +21,41 @@ use crate::random_jobs::{Random, model, random_job};
 use crate::support::{answer, events_of, job, until};
 
 async fn open(directory: &Path) -> Jobs {
-    // The file names another engine, if it is there.
-    let url = std::fs::read_to_string(directory.join("url"));
-    let url = url.unwrap_or_else(|_| format!("sqlite:{}", directory.join("events.db").display()));
-    Jobs::new(Bus::open(url).await.unwrap()).unwrap()
+    let file = format!("sqlite:{}", directory.join("events.db").display());
+    // The file names another engine, if it is there. A broker without a history has the store beside it.
+    let Ok(url) = std::fs::read_to_string(directory.join("url")) else {
+        return Jobs::new(Bus::open(file).await.unwrap()).unwrap();
+    };
+    let mut bus = Bus::builder();
+    if !url.starts_with("postgres") {
+        bus = bus.store(file);
+    }
+    Jobs::new(bus.open(url).await.unwrap()).unwrap()
+}
+
+/// The URL of a fresh database of another engine; `None` for the file.
+fn engine(name: &str) -> Option<String> {
+    match name {
+        "file" => None,
+        #[cfg(feature = "postgres")]
+        "postgres" => {
+            let server = everbus_testkit::servers::Postgres::shared().expect("no PostgreSQL here");
+            Some(server.fresh_database())
+        }
+        #[cfg(feature = "nats")]
+        "nats" => Some(
+            everbus_testkit::servers::Nats::shared()
+                .expect("no NATS here")
+                .fresh_account(),
+        ),
+        #[cfg(feature = "redis")]
+        "redis" => {
+            let server =
+                everbus_testkit::servers::Redis::shared(everbus_testkit::servers::Flavour::Redis);
+            Some(server.expect("no Redis here").fresh_database())
+        }
+        other => panic!("this build has no engine {other}"),
+    }
 }
 
 /// How many tasks a worker runs at once.
@@ -343,10 +374,9 @@ async fn campaign(worker: &'static str, usual: u64) {
     println!("EVERBUS_SEED={seed}");
     let mut random = Random(seed);
     let directory = tempfile::tempdir().unwrap();
-    #[cfg(feature = "postgres")]
-    if std::env::var("EVERBUS_JOBS_ENGINE").is_ok_and(|engine| engine == "postgres") {
-        let server = everbus_testkit::servers::Postgres::shared().expect("no PostgreSQL here");
-        std::fs::write(directory.path().join("url"), server.fresh_database()).unwrap();
+    let chosen = std::env::var("EVERBUS_JOBS_ENGINE");
+    if let Some(url) = engine(chosen.as_deref().unwrap_or("file")) {
+        std::fs::write(directory.path().join("url"), url).unwrap();
     }
     let jobs = open(directory.path()).await;
     let go = |role| start(role, directory.path(), seed, count);

@@ -1,11 +1,13 @@
 //! The state of tasks and jobs, and the index that lists them.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use everbus::{Bus, ManualClock, Timestamp};
+use everbus::{Bus, Event, ManualClock, Recorded, Timestamp};
 use everbus_jobs::events::{Json, TaskCompleted, TaskStarted, TaskState, TaskTimeout};
-use everbus_jobs::{Index, Jobs, NewTask, Origin, TaskFilter};
-use serde_json::json;
+use everbus_jobs::state::{Note, TaskStatus};
+use everbus_jobs::{DEFAULT_TENANT, Index, Jobs, NewTask, Origin, TaskFilter};
+use serde_json::{Value, json};
 
 use crate::support::{File, ended, job, memory, running, task, task_with, until};
 
@@ -178,6 +180,57 @@ async fn the_graph_of_a_job_at_a_past_moment() {
     assert_eq!(at(Some(completed)).await.unwrap().states, [done, done]);
     assert_eq!(at(None).await.unwrap().states, [done, done, done]);
     jobs.bus().shutdown().await.unwrap();
+}
+
+// conformance: workflow/state-job: the graph at every past moment has the states that the histories of the tasks have
+#[tokio::test(flavor = "multi_thread")]
+async fn the_graph_at_every_moment_agrees_with_the_histories() {
+    let jobs = memory().await;
+    let bus = jobs.bus().clone();
+    jobs.submit_job(job(
+        "j",
+        vec![task("a", &[]), task("b", &["a"]), task("c", &[])],
+    ))
+    .await
+    .unwrap();
+    // An event of another job about a task with the same id does not count.
+    let foreign = Event::builder("Task Failed").tenant(DEFAULT_TENANT).entity("TASK", "b").json(&json!({
+        "requestId": "b", "jobId": "another", "error": "e", "errorCategory": "auth", "retryCount": 0, "source": "worker",
+    }));
+    bus.publish(foreign.build().unwrap()).await.unwrap();
+    running(&jobs).await;
+    ended(&jobs, "j").await;
+    jobs.retry("c", true).await.unwrap();
+    jobs.cancel_task("c").await.unwrap();
+    let mut events = Vec::new();
+    for id in ["a", "b", "c"] {
+        events.extend(jobs.task_history(id).await.unwrap());
+    }
+    let mut moments: Vec<Timestamp> = events.iter().map(|e| e.received_at).collect();
+    moments.sort_unstable();
+    moments.dedup();
+    let mut seen = Vec::new();
+    for at in moments {
+        let states = jobs.job_graph("j", Some(at)).await.unwrap().states;
+        let mut expected = Vec::new();
+        for id in ["a", "b", "c"] {
+            let of_job = |e: &&Arc<Recorded>| {
+                let payload: Value = e.event.json().unwrap();
+                e.received_at <= at && payload["requestId"] == id && payload["jobId"] != "another"
+            };
+            let mut status = TaskStatus::default();
+            for event in events.iter().filter(of_job) {
+                if let Some(note) = Note::of(event) {
+                    status.apply(&note);
+                }
+            }
+            expected.push(status.state);
+        }
+        assert_eq!(states, expected, "at {at}");
+        seen.push(states);
+    }
+    assert!(seen.iter().any(|states| states[0] != states[1]));
+    bus.shutdown().await.unwrap();
 }
 
 #[test]

@@ -20,6 +20,7 @@ use everbus_core::{
 use ring::hmac;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
 
 use super::Answer;
 use super::events::no_group;
@@ -201,22 +202,23 @@ struct Fetch {
 /// Takes deliveries for a client. Skips events of other tenants, and dead-letters events without attempts left: the
 /// client gets neither.
 async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Delivery>, Error> {
-    if bus
-        .paused_groups()
-        .await
-        .is_ok_and(|paused| paused.contains_key(group))
-    {
-        tokio::time::sleep(options.wait).await;
-        return Ok(Vec::new());
+    // A consumer needs a moment to claim events, even if events are there. Events of other tenants do not extend the
+    // wait.
+    let until = Instant::now() + options.wait.max(FIRST_LOOK);
+    while is_paused(bus, group).await {
+        // A group that is resumed meanwhile is served in this request.
+        let next = Instant::now() + PAUSE_CHECK;
+        tokio::time::sleep_until(next.min(until)).await;
+        if next >= until {
+            return Ok(Vec::new());
+        }
     }
+    let mut checked = Instant::now();
     let broker = &bus.engine().broker;
     let consume = ConsumeOptions::new(options.handled.clone())
         .prefetch(options.max)
         .lease(options.lease);
     let mut consumer = broker.consume(group.clone(), consume).await?;
-    // A consumer needs a moment to claim events, even if events are there. Events of other tenants do not extend the
-    // wait.
-    let until = tokio::time::Instant::now() + options.wait.max(FIRST_LOOK);
     let mut taken = Vec::new();
     loop {
         let fetched = tokio::time::timeout_at(until, consumer.fetch(options.max)).await;
@@ -224,6 +226,17 @@ async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Deliv
             Ok(fetched) => fetched?,
             Err(_) => break,
         };
+        // The group may have been paused while the request waited. Then its events wait, too.
+        if checked.elapsed() > FIRST_LOOK && is_paused(bus, group).await {
+            let release = Verdict::Release {
+                after: Duration::ZERO,
+            };
+            let released = fetched.into_iter();
+            let released = released.map(|d| Settlement::new(d.lease, release.clone()));
+            broker.settle(released.collect()).await?;
+            break;
+        }
+        checked = Instant::now();
         let mut settled = Vec::new();
         for delivery in fetched {
             match refusal(&delivery, options) {
@@ -250,8 +263,16 @@ async fn take(bus: &Bus, group: &GroupName, options: &Fetch) -> Result<Vec<Deliv
     Ok(taken)
 }
 
-/// How long a fetch with a shorter wait, or none, looks for events.
+/// How long a fetch with a shorter wait, or none, looks for events. A pause is seen after this time, too.
 const FIRST_LOOK: Duration = Duration::from_millis(100);
+/// How often a fetch that waits at a paused group looks whether it was resumed.
+const PAUSE_CHECK: Duration = Duration::from_secs(1);
+
+/// Whether a group is paused. If the pauses cannot be read, the group counts as running.
+async fn is_paused(bus: &Bus, group: &GroupName) -> bool {
+    let paused = bus.paused_groups().await;
+    paused.is_ok_and(|paused| paused.contains_key(group))
+}
 
 /// The verdict for a delivery that the client must not get; `None` if the client gets it.
 fn refusal(delivery: &Delivery, options: &Fetch) -> Option<Verdict> {

@@ -70,7 +70,7 @@ pub(super) fn draw(
 }
 
 /// The id of a task without the id of its job, which is often its prefix.
-fn own<'a>(task: &'a str, job: &str) -> &'a str {
+pub(super) fn own<'a>(task: &'a str, job: &str) -> &'a str {
     let rest = task.strip_prefix(job).unwrap_or(task);
     let rest = rest.trim_start_matches(['.', '-', '/', ':']);
     if rest.is_empty() { task } else { rest }

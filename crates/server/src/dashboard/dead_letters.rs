@@ -2,10 +2,11 @@
 
 use axum::extract::{Path, Query, State};
 use axum::response::Response;
-use everbus::{Code, DeadLetter, DeadLetterFilter, DeadLetterTally, EventId, Failure};
+use everbus::{DeadLetter, DeadLetterFilter, EventId, Failure};
 use maud::{Markup, html};
 use serde::Deserialize;
 
+use super::kinds::{self, Kind};
 use super::page::{Page, PageError, Place, may_operate};
 use super::parts::{self, number};
 use crate::api::dead_letters::{self, LetterFilter, LettersQuery};
@@ -15,7 +16,7 @@ use crate::problem::Problem;
 use crate::state::AppState;
 
 const PAGE: usize = 50;
-const TALLIES: usize = 30;
+const KINDS: usize = 30;
 
 /// The filters, as in the URL of the page.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -66,12 +67,12 @@ impl Filters {
     }
 }
 
-/// The URL of the list with the filters of a tally.
-pub(super) fn link_of(tally: &DeadLetterTally, group: &str) -> String {
+/// The URL of the list with the filters of a kind of errors.
+pub(super) fn link_of(kind: &Kind, group: &str) -> String {
     let pairs = [
-        ("type", tally.event_type.as_str()),
+        ("type", kind.event_type.as_str()),
         ("group", group),
-        ("error", &tally.error),
+        ("error", &kind.search),
     ];
     super::events::link("/dead-letters", &pairs)
 }
@@ -84,20 +85,9 @@ pub(super) async fn list(
     let (letters, next) = dead_letters::page(state.bus(), &caller, &filters.query()).await?;
     let filter = filters.filter(&caller)?;
     let total = state.bus().dead_letters().count(filter.clone()).await?;
-    let tallies = match filters.cursor.is_empty() {
-        true => {
-            state
-                .bus()
-                .engine()
-                .dead_letters()?
-                .tally(filter, TALLIES)
-                .await
-        }
-        false => Ok(Vec::new()),
-    };
-    let tallies = match tallies {
-        Err(error) if error.code() == Code::Unsupported => Vec::new(),
-        tallies => tallies?,
+    let kinds = match filters.cursor.is_empty() && total > 0 {
+        true => kinds::kinds(&state, filter, KINDS).await?,
+        false => Some(Vec::new()),
     };
     let operate = may_operate(&caller);
     let body = html! {
@@ -120,7 +110,11 @@ pub(super) async fn list(
                     Some("everbus dlq list"),
                 )) }
             } @else {
-                @if tallies.len() > 1 { (by_error(&tallies, &caller)) }
+                @match &kinds {
+                    Some(kinds) if kinds.len() > 1 => (by_error(kinds, &caller)),
+                    Some(_) => {}
+                    None => p.small.muted { "There are too many dead letters to group them by error now. Filter by type or group first." },
+                }
                 (rows(&letters, &caller, operate, &filters, next.as_deref()))
             }
         }
@@ -150,19 +144,19 @@ fn form(filters: &Filters) -> Markup {
     }
 }
 
-fn by_error(tallies: &[DeadLetterTally], caller: &Caller) -> Markup {
+fn by_error(kinds: &[Kind], caller: &Caller) -> Markup {
     html! {
         section.card {
             header { h2 { "By error" } }
             div.scroll { table.cards {
                 thead { tr { th { "Error" } th { "Type" } th { "Group" } th.num { "Count" } } }
-                tbody { @for tally in tallies {
-                    @let group = dead_letters::group_shown(caller, &tally.group).unwrap_or_default();
-                    tr data-href=(link_of(tally, &group)) {
-                        td.lead { a href=(link_of(tally, &group)) { (first_line(&tally.error)) } }
-                        td data-label="Type" { (tally.event_type) }
+                tbody { @for kind in kinds {
+                    @let group = dead_letters::group_shown(caller, &kind.group).unwrap_or_default();
+                    tr data-href=(link_of(kind, &group)) {
+                        td.lead { a href=(link_of(kind, &group)) { (first_line(&kind.error)) } }
+                        td data-label="Type" { (kind.event_type) }
                         td data-label="Group" { (group) }
-                        td.num data-label="Count" { b { (number(tally.count)) } }
+                        td.num data-label="Count" { b { (number(kind.count)) } }
                     }
                 } }
             } }
@@ -254,7 +248,7 @@ pub(super) async fn show(
         div.head {
             h1.wrap { (record.event.event_type()) }
             @if letter.is_open() { span.badge.bad { "dead letter" } } @else { span.badge.good { "retried" } }
-            span.sub { "in " a href={ "/groups/" (crate::api::percent_encoded(group)) } { (group) } ", " (letter.attempts) " attempts, died " (parts::time(letter.died_at)) }
+            span.sub { "in " a href={ "/groups/" (crate::api::percent_encoded(group)) } { (group) } ", " (parts::count(u64::from(letter.attempts), "attempt")) ", died " (parts::time(letter.died_at)) }
             span.tools {
                 a.button href={ "/events/" (id) } { "Event" }
                 @if operate {
@@ -274,7 +268,7 @@ pub(super) async fn show(
         }
         div.cols-2 {
             section.card {
-                header { h2 { "What went wrong" } span.tools.small.muted { (letter.failures.len()) " failures kept" } }
+                header { h2 { "What went wrong" } span.tools.small.muted { (parts::count(letter.failures.len() as u64, "failure")) " kept" } }
                 div.body { (failures(&letter.failures)) }
             }
             section.card {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::extract::{Path, State};
 use axum::response::Response;
 use everbus::{EventId, EventState, GroupInfo, GroupState, Recorded};
+use everbus_core::UNMATCHED;
 use maud::{Markup, html};
 
 use super::page::{Page, PageError, Place, may_operate};
@@ -127,8 +128,9 @@ fn envelope(record: &Recorded) -> Markup {
 /// The groups that passed the event because none of their subscriptions matches its type. The engine counts such an
 /// event as done, and its page must not say that it was handled.
 async fn unsubscribed(state: &AppState, caller: &Caller, found: &EventPage) -> Vec<String> {
-    // Without the groups the page shows the state that the engine reports.
-    let groups = state.bus().groups().await.unwrap_or_default();
+    // The cached figures: inspecting the groups counts their backlogs. Without the groups the page shows the state that
+    // the engine reports.
+    let groups = state.live().figures().groups().await.unwrap_or_default();
     let event_type = found.event.event.event_type();
     let wants = |name: &String| {
         let of = |group: &&GroupInfo| caller.group_shown(&group.name).as_ref() == Some(name);
@@ -138,14 +140,18 @@ async fn unsubscribed(state: &AppState, caller: &Caller, found: &EventPage) -> V
             subscriptions.any(|subscription| subscription.pattern.matches(event_type))
         })
     };
-    let passed = |state: &GroupState| {
-        state.state == EventState::Done
-            && state.failures.is_empty()
-            && state.skipped.is_none()
-            && state.ended.is_none()
+    // An engine either gives the reason, or counts the event as done without one.
+    let passed = |name: &String, state: &GroupState| {
+        if state.state != EventState::Done || !state.failures.is_empty() || state.ended.is_some() {
+            return false;
+        }
+        match &state.skipped {
+            Some(reason) => reason == UNMATCHED,
+            None => !wants(name),
+        }
     };
     let states = found.states.iter();
-    let names = states.filter(|(name, state)| passed(state) && !wants(name));
+    let names = states.filter(|(name, state)| passed(name, state));
     names.map(|(name, _)| name.clone()).collect()
 }
 
@@ -197,7 +203,7 @@ fn timeline(state: &GroupState) -> Markup {
                     @else if let Some(ended) = &state.ended { "Handled " (parts::time(ended.at)) }
                     @else { "Handled at the first attempt" }
                 } },
-                EventState::Dlq => li.bad { div.small { "In the dead letters after " (state.attempts) " attempts" } },
+                EventState::Dlq => li.bad { div.small { "In the dead letters after " (parts::count(u64::from(state.attempts), "attempt")) } },
             }
         }
     }

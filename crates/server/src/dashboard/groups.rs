@@ -9,12 +9,16 @@ use everbus::{
 };
 use maud::{Markup, html};
 
+use super::kinds;
 use super::page::{Page, PageError, Place, may_operate};
 use super::parts::{self, number};
 use crate::api::percent_encoded;
 use crate::auth::Caller;
 use crate::problem::Problem;
 use crate::state::AppState;
+
+/// How many kinds of errors are shown, at most.
+const KINDS: usize = 20;
 
 pub(super) async fn list(
     State(state): State<AppState>,
@@ -75,13 +79,16 @@ pub(super) async fn show(
     Path(name): Path<String>,
 ) -> Result<Response, PageError> {
     let wanted = caller.group(&name)?;
-    let groups = state.live().figures().groups().await?;
-    let group = groups
-        .iter()
-        .find(|group| group.name == wanted)
-        .ok_or_else(|| Problem::not_found(format!("there is no group {name}")))?;
+    let known = state.live().figures().groups().await?;
+    let mut found = known.iter().find(|group| group.name == wanted).cloned();
+    if found.is_none() {
+        // The group may be newer than the cached figures.
+        let groups = state.bus().groups().await?;
+        found = groups.into_iter().find(|group| group.name == wanted);
+    }
+    let group = &found.ok_or_else(|| Problem::not_found(format!("there is no group {name}")))?;
     let paused = paused(&state).await.remove(&group.name);
-    let letters = tallies(&state, &caller, &group.name, &name).await;
+    let letters = dead_letters(&state, &caller, &group.name, &name).await;
     let body = html! {
         div.head {
             h1 { (name) }
@@ -188,21 +195,21 @@ fn reasons(
         ));
     }
     if group.unhandled > 0 {
-        reasons.push(("warn", html! { (number(group.unhandled)) " events have a type that no running process handles. Start a process with their handler." }));
+        reasons.push(("warn", html! { (parts::count(group.unhandled, "event")) " of a type that no running process handles. Start a process with their handler." }));
     }
     let retrying = group.waiting.saturating_sub(group.unhandled);
     if retrying > 0 {
-        reasons.push(("warn", html! { (number(retrying)) " events failed or were given back, and wait for their next attempt." }));
+        reasons.push(("warn", html! { (parts::count(retrying, "event")) " failed or had to be given back, waiting for the next attempt." }));
     }
     if group.in_flight > 0 {
         reasons.push((
             "",
-            html! { (number(group.in_flight)) " events are with handlers now." },
+            html! { (parts::count(group.in_flight, "event")) " in the hands of handlers now." },
         ));
     }
     if group.behind > 0 {
         let idle = SystemClock.now().since(group.active_at).as_secs();
-        let text = html! { (number(group.behind)) " matching events have not been delivered." };
+        let text = html! { (parts::count(group.behind, "matching event")) " not delivered yet." };
         reasons.push(("warn", text));
         if idle > 60 && paused.is_none() && group.in_flight == 0 {
             reasons.push(("bad", html! { "The group was last active " (parts::time(group.active_at)) ": no process seems to consume it." }));
@@ -237,20 +244,20 @@ fn lag_by_type(group: &GroupInfo) -> Markup {
     }
 }
 
-async fn tallies(state: &AppState, caller: &Caller, group: &GroupName, name: &str) -> Markup {
+async fn dead_letters(state: &AppState, caller: &Caller, group: &GroupName, name: &str) -> Markup {
     let filter = DeadLetterFilter {
         group: Some(group.clone()),
         tenant: caller.tenant().map(str::to_owned),
         ..DeadLetterFilter::default()
     };
-    let preview = state.bus().dead_letters().preview(filter).await;
-    let tallies = preview.map(|preview| preview.tallies).unwrap_or_default();
+    let kinds = kinds::kinds(state, filter, KINDS).await;
+    let kinds = kinds.ok().flatten().unwrap_or_default();
     html! {
-        @if !tallies.is_empty() {
+        @if !kinds.is_empty() {
             section.card {
                 header { h2 { "Dead letters by error" } }
-                div.scroll { table { tbody { @for tally in tallies.iter().take(20) {
-                    tr { td.wrap { a href=(super::dead_letters::link_of(tally, name)) { (tally.event_type) } span.clip.small.muted { (tally.error) } } td.num { b { (number(tally.count)) } } }
+                div.scroll { table { tbody { @for kind in &kinds {
+                    tr { td.wrap { a href=(super::dead_letters::link_of(kind, name)) { (kind.event_type) } span.clip.small.muted { (kind.error) } } td.num { b { (number(kind.count)) } } }
                 } } } }
             }
         }

@@ -179,7 +179,7 @@ fn table(
                     @let status = statuses.get(number);
                     tr data-href=(chosen.task(&task.task_id)) {
                         td.lead {
-                            a.wrap href=(chosen.task(&task.task_id)) { (task.task_id) }
+                            a.wrap href=(chosen.task(&task.task_id)) title=(task.task_id) { (dag::own(&task.task_id, &picture.job_id)) }
                             span.clip.small.faint { (task.name) }
                         }
                         td data-label="State" { (dag::badge(picture.states[number], status.is_some_and(|s| s.cancelled))) }
@@ -265,7 +265,7 @@ fn timeline(chosen: &Chosen, id: &str, moments: &[Moment]) -> Markup {
                     @let event_type = moment.record.event.event_type();
                     li class=(colour(event_type)) data-at=(at) {
                         a href=(chosen.link(&path, &[("at", &at)])) title="The graph at this moment" data-moment { (event_type) }
-                        @if let Some(task) = &moment.task { " " span.small.muted.wrap { (task) } }
+                        @if let Some(task) = &moment.task { " " span.small.muted.wrap title=(task) { (dag::own(task, id)) } }
                         " " span.small.faint { (parts::time(moment.record.received_at)) }
                     }
                 } }

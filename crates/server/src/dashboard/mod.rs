@@ -12,6 +12,7 @@ mod groups;
 mod icons;
 mod job;
 mod jobs;
+mod kinds;
 mod login;
 mod overview;
 mod page;

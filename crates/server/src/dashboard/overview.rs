@@ -1,13 +1,11 @@
 //! The first page: rates, latencies, groups and errors at a glance.
 
-use std::time::Duration;
-
 use axum::extract::State;
 use axum::response::Response;
-use everbus::{DeadLetterFilter, DeadLetterTally};
+use everbus::DeadLetterFilter;
 use maud::{Markup, html};
-use tokio::time::timeout;
 
+use super::kinds::{self, Kind};
 use super::page::{Page, PageError, Place};
 use super::parts::{self, latency, number};
 use crate::auth::Caller;
@@ -15,9 +13,7 @@ use crate::figures::{Overview, Point};
 use crate::state::AppState;
 
 /// How many errors are shown.
-const TALLIES: usize = 6;
-/// How long counting the errors may take.
-const PATIENCE: Duration = Duration::from_millis(200);
+const KINDS: usize = 6;
 
 pub(super) async fn show(
     State(state): State<AppState>,
@@ -159,37 +155,33 @@ async fn failing(state: &AppState, caller: &Caller) -> Markup {
         tenant: caller.tenant().map(str::to_owned),
         ..DeadLetterFilter::default()
     };
-    // The page does not wait for a slow count.
-    let tallies = match state.bus().engine().dead_letters() {
-        Ok(letters) => timeout(PATIENCE, letters.tally(filter, TALLIES)).await,
-        Err(error) => Ok(Err(error)),
-    };
-    let tallies = tallies.ok().and_then(Result::ok).unwrap_or_default();
+    let kinds = kinds::kinds(state, filter, KINDS).await;
+    let kinds = kinds.ok().flatten().unwrap_or_default();
     html! {
         section.card {
             header { h2 { "What fails" } span.tools { a.small href="/dead-letters" { "All dead letters" } } }
-            @if tallies.is_empty() {
+            @if kinds.is_empty() {
                 div.empty { (super::icons::check()) h2 { "No open dead letters" } p { "Every event was handled, skipped by policy, or still has attempts left." } }
             } @else {
                 div.scroll { table.cards {
-                    tbody { @for tally in &tallies { (tally_row(tally, caller)) } }
+                    tbody { @for kind in &kinds { (kind_row(kind, caller)) } }
                 } }
             }
         }
     }
 }
 
-fn tally_row(tally: &DeadLetterTally, caller: &Caller) -> Markup {
-    let group = crate::api::dead_letters::group_shown(caller, &tally.group).unwrap_or_default();
-    let link = super::dead_letters::link_of(tally, &group);
+fn kind_row(kind: &Kind, caller: &Caller) -> Markup {
+    let group = crate::api::dead_letters::group_shown(caller, &kind.group).unwrap_or_default();
+    let link = super::dead_letters::link_of(kind, &group);
     html! {
         tr data-href=(link) {
             td.lead {
-                a href=(link) { (tally.event_type) }
+                a href=(link) { (kind.event_type) }
                 " " span.faint { "in " (group) }
-                span.clip.small.muted title=(tally.error) { (tally.error) }
+                span.clip.small.muted title=(kind.error) { (kind.error) }
             }
-            td.num data-label="Dead letters" { b.bad { (number(tally.count)) } }
+            td.num data-label="Dead letters" { b.bad { (number(kind.count)) } }
         }
     }
 }

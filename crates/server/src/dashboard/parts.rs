@@ -66,6 +66,12 @@ pub(super) fn number(n: u64) -> String {
     text
 }
 
+/// A number and a noun, which gets an `s` unless the number is one.
+pub(super) fn count(n: u64, noun: &str) -> String {
+    let ending = if n == 1 { "" } else { "s" };
+    format!("{} {noun}{ending}", number(n))
+}
+
 /// The last characters of an id: ids of the same time share their first characters.
 pub(super) fn short_id(id: &str) -> String {
     let shown = id.chars().count();
@@ -229,6 +235,8 @@ mod tests {
     fn numbers_and_times_are_readable() {
         assert_eq!(number(1_234_567), "1\u{202f}234\u{202f}567");
         assert_eq!(number(12), "12");
+        assert_eq!(count(1, "attempt"), "1 attempt");
+        assert_eq!(count(1_200, "failure"), "1\u{202f}200 failures");
         assert_eq!(millis(0), "0");
         assert_eq!(millis(999), "999 ms");
         let latencies = [0.0, 0.75, 238.75, 28_726.32].map(latency);

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -514,6 +515,39 @@ async fn a_command_that_hangs_is_killed_with_its_children() {
     api.stop().await;
 }
 
+// conformance: operations/pause-pull: a request that waits for events gets none that are published after its group was paused, and gets them once it is resumed
+#[tokio::test]
+async fn a_waiting_fetch_respects_a_pause() {
+    let api = Api::start().await;
+    let declare = json!({ "patterns": ["order.*"] });
+    api.post("/v1/groups/billing/fetch", None, &declare)
+        .await
+        .ok(200);
+    let waiting = async |wait_ms: u64| {
+        let fetch = json!({ "wait_ms": wait_ms });
+        let reply = api.post("/v1/groups/billing/fetch", None, &fetch).await;
+        reply.ok(200)["items"].as_array().unwrap().len()
+    };
+    let pausing = async {
+        // A fetch that begins only after the pause sees it at its beginning, which the test then shows instead.
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        api.post("/v1/groups/billing/pause", None, &json!({}))
+            .await
+            .ok(200);
+        api.publish(None, "order.placed").await;
+    };
+    let (got, ()) = tokio::join!(waiting(3_000), pausing);
+    assert_eq!(got, 0, "an event was given out after the pause");
+    let resuming = async {
+        api.post("/v1/groups/billing/resume", None, &json!({}))
+            .await
+            .ok(200);
+    };
+    let (got, ()) = tokio::join!(waiting(30_000), resuming);
+    assert_eq!(got, 1);
+    api.stop().await;
+}
+
 // conformance: operations/dashboard-unsubscribed: the page of an event does not say that a group handled it if the group is not subscribed to its type
 #[tokio::test]
 async fn a_group_that_does_not_want_an_event_did_not_handle_it() {
@@ -535,6 +569,41 @@ async fn a_group_that_does_not_want_an_event_did_not_handle_it() {
     let page = String::from_utf8(page.body).unwrap();
     assert_eq!(page.matches("Handled at the first attempt").count(), 1);
     assert!(page.contains("Not subscribed to this type: mail"), "{page}");
+    assert!(!page.contains("no subscription of the group"), "{page}");
+    api.stop().await;
+}
+
+// conformance: operations/dashboard-kinds: dead letters whose errors differ only in numbers and ids are shown as one kind, which leads to all of them
+#[tokio::test]
+async fn errors_with_different_numbers_are_one_kind() {
+    let api = Api::start().await;
+    let declare = json!({ "patterns": ["order.*"] });
+    api.post("/v1/groups/billing/fetch", None, &declare)
+        .await
+        .ok(200);
+    for error in ["card 10001 expired", "card 10002 expired", "bank is closed"] {
+        api.publish(None, "order.placed").await;
+        let fetch = json!({ "wait_ms": 30000 });
+        let got = api.post("/v1/groups/billing/fetch", None, &fetch).await;
+        let lease = got.ok(200)["items"][0]["lease"].clone();
+        let item = json!({ "lease": lease, "verdict": "dead", "error": error });
+        let settle = json!({ "items": [item] });
+        api.post("/v1/groups/billing/settle", None, &settle)
+            .await
+            .ok(200);
+    }
+    for path in ["/dead-letters", "/", "/groups/billing"] {
+        // A page does not wait for slow counts, and its figures may be a moment old.
+        until(path, async || {
+            let page = api.get(path, None).await;
+            let page = String::from_utf8(page.body).unwrap();
+            (page.contains("card … expired") && page.contains("bank is closed")).then_some(())
+        })
+        .await;
+    }
+    let found = api.get("/dead-letters?error=expired", None).await;
+    let found = String::from_utf8(found.body).unwrap();
+    assert!(found.contains("card 10001 expired") && found.contains("card 10002 expired"));
     api.stop().await;
 }
 

@@ -19,9 +19,11 @@ mod supervise;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
+
+use everbus::{Code, Error, Result};
 
 pub use collect::OutputKind;
 pub use exit::Exit;
@@ -98,6 +100,12 @@ impl ChildLimits {
         self.memory = Some(bytes);
         self
     }
+}
+
+fn is_executable(path: &Path) -> bool {
+    use std::os::unix::fs::PermissionsExt as _;
+    let found = path.metadata();
+    found.is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
 }
 
 /// A command that runs one task per process. No shell is involved: the arguments reach the program as they are.
@@ -183,6 +191,47 @@ impl ChildCommand {
         &self.program
     }
 
+    /// Checks that the program and the directory exist. A worker is refused if they do not: each of its tasks would fail
+    /// for good.
+    pub fn check(&self) -> Result<()> {
+        let invalid = |what: String| Error::new(Code::InvalidSetting, what);
+        if let Some(directory) = &self.directory
+            && !directory.is_dir()
+        {
+            let what = format!("there is no directory {}", directory.display());
+            return Err(invalid(what).hint("create it, or name another one"));
+        }
+        let candidates = self.candidates();
+        if candidates.iter().any(|path| is_executable(path)) {
+            return Ok(());
+        }
+        let program = self.program.display();
+        let exists = candidates.iter().find(|path| path.is_file());
+        Err(match exists {
+            Some(path) => invalid(format!("{} may not be executed", path.display()))
+                .hint("make it executable, or put its interpreter first: sh FILE"),
+            None => invalid(format!("there is no program {program}"))
+                .hint("check the name; without a shell, an alias or a pipe needs sh -c '…'"),
+        })
+    }
+
+    /// The files that the program may be, in the order in which the system looks for it.
+    fn candidates(&self) -> Vec<PathBuf> {
+        let base = self.directory.clone().unwrap_or_default();
+        if self.program.as_encoded_bytes().contains(&b'/') {
+            return vec![base.join(&self.program)];
+        }
+        let path = match self.set.get("PATH") {
+            Some(path) => Some(OsString::from(path)),
+            None => std::env::var_os("PATH"),
+        };
+        let path = path.unwrap_or_else(|| "/bin:/usr/bin".into());
+        let directories = std::env::split_paths(&path);
+        directories
+            .map(|directory| base.join(directory).join(&self.program))
+            .collect()
+    }
+
     /// Starts a child with this input. The variables are added to the others, and replace those with the same name.
     ///
     /// Must be called inside a tokio runtime. The child is killed if the returned handle is dropped.
@@ -224,5 +273,45 @@ impl ChildCommand {
         // The child gets its own process group, so that a kill also reaches the processes that it starts.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         Running::start(&mut command, watched, limits, self.output, input)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: workflow/worker-command-checked: a worker whose program or directory does not exist is refused before it takes a task
+    #[test]
+    fn a_command_that_cannot_run_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let plain = dir.path().join("plain.sh");
+        std::fs::write(&plain, "#!/bin/sh\n").unwrap();
+        for (command, part) in [
+            (ChildCommand::new("/nonexistent/program"), "no program"),
+            (ChildCommand::new("no-such-program-here"), "no program"),
+            (
+                ChildCommand::new("sh").directory("/nonexistent"),
+                "no directory",
+            ),
+            (
+                ChildCommand::new("sh").env("PATH", "/nonexistent"),
+                "no program",
+            ),
+            (ChildCommand::new(&plain), "may not be executed"),
+            (ChildCommand::new(dir.path()), "no program"),
+        ] {
+            let error = command.check().unwrap_err();
+            assert_eq!(error.code(), Code::InvalidSetting);
+            assert!(error.message().contains(part), "{error}");
+        }
+        let here = ChildCommand::new("./run.sh").directory(dir.path());
+        assert!(here.check().is_err());
+        let run = dir.path().join("run.sh");
+        std::fs::write(&run, "#!/bin/sh\n").unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        std::fs::set_permissions(&run, mode).unwrap();
+        here.check().unwrap();
+        ChildCommand::new("sh").check().unwrap();
+        ChildCommand::new(&run).check().unwrap();
     }
 }

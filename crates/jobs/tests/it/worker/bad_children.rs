@@ -198,20 +198,19 @@ async fn a_child_gets_no_more_memory_than_allowed() {
 }
 
 #[tokio::test]
-async fn a_command_that_is_not_there_fails_its_task() {
+async fn a_command_that_was_removed_fails_its_task() {
     let stage = Stage::new().await;
-    let command = everbus_jobs::worker::child::ChildCommand::new("/no/such/command");
+    // A worker is only mounted with a command that exists.
+    let program = stage.dir.path().join("removed");
+    std::os::unix::fs::symlink("/bin/sh", &program).unwrap();
+    let command = everbus_jobs::worker::child::ChildCommand::new(&program);
     let worker = stage.worker(ChildLimits::default()).command(command);
     stage.start(worker).await;
+    std::fs::remove_file(&program).unwrap();
     let events = stage.run("echo", "{}").await;
     assert_eq!(types(&events), ["Task Pending", "Task Failed"]);
     let failed = &events[1].properties;
     assert_eq!(failed["errorCategory"], "programming");
-    assert!(
-        failed["error"]
-            .as_str()
-            .unwrap()
-            .contains("/no/such/command")
-    );
+    assert!(failed["error"].as_str().unwrap().contains("removed"));
     stage.bus.shutdown().await.unwrap();
 }

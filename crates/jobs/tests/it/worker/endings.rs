@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use everbus::Bus;
-use everbus_jobs::worker::child::ChildLimits;
+use everbus_jobs::worker::child::{ChildCommand, ChildLimits};
 use everbus_jobs::{Task, Worker};
 use serde_json::json;
 
@@ -39,6 +39,23 @@ async fn a_retryable_failure_is_tried_again() {
     );
     assert_eq!(events[4].properties["output"], json!({"attempt": 2}));
     assert_eq!(stage.dead_letters().await, 0);
+    stage.bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/worker-command-checked: a mistyped command fails no task
+#[tokio::test]
+async fn a_worker_with_a_mistyped_command_takes_no_task() {
+    let stage = Stage::new().await;
+    let command = ChildCommand::new("no-such-program-here");
+    let worker = Worker::new(stage.jobs.clone()).command(command);
+    let error = worker.mount().await.unwrap_err();
+    assert_eq!(error.code(), everbus::Code::InvalidSetting);
+    let groups = stage.bus.groups().await.unwrap();
+    assert!(
+        groups
+            .iter()
+            .all(|g| g.name.as_str() != everbus_jobs::WORKERS)
+    );
     stage.bus.shutdown().await.unwrap();
 }
 
