@@ -28,6 +28,13 @@ use seats::Seat;
 /// An event: the slot of its partition, and its place there.
 pub(crate) type RowId = (u32, u64);
 
+/// An event that is claimed: id, token, and the version of the partition that contains the attempt.
+pub(crate) type Claimed = (RowId, u64, u64);
+
+/// The ready events of a partition: whether each is fresh, and its place or turn by which they are sorted; then its turn
+/// and its place.
+type Ready = BTreeMap<(bool, u64), (u64, u64)>;
+
 /// The most unfinished events of a partition that have begun: the metadata has room for them.
 const MOST_OPEN: usize = 400;
 /// After this many attempts, an event that may have killed its process runs alone.
@@ -53,9 +60,9 @@ pub(crate) struct Board {
     parts: BTreeMap<u32, Part>,
     next_slot: u32,
     turns: u64,
-    /// Events that may be handed out: first those with earlier attempts, then fresh ones, each in the order of their
-    /// turns.
-    ready: BTreeMap<(bool, u64), RowId>,
+    /// Events that may be handed out, by slot: first those that have begun before, by their turns, then fresh ones, by
+    /// their places. Each with its turn and its place.
+    ready: HashMap<u32, Ready>,
     due: BTreeSet<(Instant, RowId)>,
     leases: BTreeSet<(Instant, RowId)>,
     /// Events that no consumer here has a handler for, and since when.
@@ -225,7 +232,7 @@ impl Board {
             parts: BTreeMap::new(),
             next_slot: 1,
             turns: 0,
-            ready: BTreeMap::new(),
+            ready: HashMap::new(),
             due: BTreeSet::new(),
             leases: BTreeSet::new(),
             aside: BTreeMap::new(),
@@ -266,7 +273,7 @@ impl Board {
         self.aside.remove(&id);
         self.dangers.remove(&id);
         match row.state {
-            State::Ready(fresh, turn) => _ = self.ready.remove(&(fresh, turn)),
+            State::Ready(fresh, number) => self.not_ready(id.0, (fresh, number)),
             State::Blocked => {}
             State::Waiting(due) => _ = self.due.remove(&(due, id)),
             State::Held { seat, until, .. } => {
@@ -307,6 +314,7 @@ impl Board {
         });
         let turn = self.turns;
         self.turns += 1;
+        let begun = self.parts.get(&id.0).map_or(0, |part| part.begun);
         let Some(row) = self.row_mut(id) else {
             return;
         };
@@ -314,12 +322,26 @@ impl Board {
             row.state = State::Blocked;
             return;
         }
-        let fresh = row.attempts == 0 && row.last == Last::None;
-        row.state = State::Ready(fresh, turn);
+        let fresh = row.attempts == 0 && row.last == Last::None && id.1 > begun;
+        let key = (fresh, if fresh { id.1 } else { turn });
+        row.state = State::Ready(key.0, key.1);
         let danger = row.suspect && row.attempts >= ALONE;
-        self.ready.insert((fresh, turn), id);
+        self.ready
+            .entry(id.0)
+            .or_default()
+            .insert(key, (turn, id.1));
         if danger {
             self.dangers.insert(id);
+        }
+    }
+
+    /// Takes an event out of [`Board::ready`].
+    fn not_ready(&mut self, slot: u32, key: (bool, u64)) {
+        if let Some(ready) = self.ready.get_mut(&slot) {
+            ready.remove(&key);
+            if ready.is_empty() {
+                self.ready.remove(&slot);
+            }
         }
     }
 
@@ -350,6 +372,7 @@ impl Board {
             }
             self.put_back(id, None, now);
         }
+        self.give_back_ahead(now);
         while let Some(&(due, id)) = self.due.first()
             && due <= now
         {
@@ -362,7 +385,8 @@ impl Board {
     pub(crate) fn next_tick(&self) -> Option<Instant> {
         let due = self.due.first().map(|(at, _)| *at);
         let lease = self.leases.first().map(|(at, _)| *at);
-        [due, lease].into_iter().flatten().min()
+        let ahead = self.seats.values().filter_map(Seat::ahead_until).min();
+        [due, lease, ahead].into_iter().flatten().min()
     }
 }
 

@@ -405,6 +405,8 @@ impl Link {
             )
             .set("queued.min.messages", "5000")
             .set("queued.max.messages.kbytes", "32768")
+            // By default, the client rests for a second once it has fetched enough ahead. Quick consumers then wait for it.
+            .set("fetch.queue.backoff.ms", "10")
             // A partition that is resumed waits for the fetch under way.
             .set("fetch.wait.max.ms", "100");
         config

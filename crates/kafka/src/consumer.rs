@@ -9,21 +9,23 @@ use everbus_core::{
     Settlement, Verdict,
 };
 
-use crate::board::RowId;
+use crate::board::Claimed;
 use crate::broker::Shared;
 use crate::member::Member;
 
 /// Consumers look again after this long at the latest, for events that were set aside for too long.
 const LOOK: Duration = Duration::from_secs(1);
 
+/// After a full batch of at least this size, the next batch is claimed at once.
+const LARGE: usize = 64;
+
 pub(crate) struct KafkaConsumer {
     shared: Arc<Shared>,
     member: Arc<Member>,
     seat: u64,
     options: ConsumeOptions,
-    /// Events that are claimed and not handed out: id, token, and the version of the partition that contains the
-    /// attempt.
-    claimed: Vec<(RowId, u64, u64)>,
+    /// Events that are claimed and not handed out.
+    claimed: Vec<Claimed>,
 }
 
 impl KafkaConsumer {
@@ -51,11 +53,10 @@ impl KafkaConsumer {
         let (number, step) = (|| self.shared.number(), self.member.step());
         let mut board = self.member.board.lock();
         board.tick(now, wall);
-        let claimed = board.claim(self.seat, max.max(1), now, step, number);
-        let versions = claimed
-            .into_iter()
-            .map(|(id, token)| (id, token, board.version(id.0)));
-        self.claimed = versions.collect();
+        self.claimed = board.take_ahead(self.seat);
+        if self.claimed.is_empty() {
+            self.claimed = board.claim(self.seat, max.max(1), now, step, number);
+        }
     }
 
     /// Waits until the attempts of the claimed events are durable, and hands them out.
@@ -90,17 +91,26 @@ impl KafkaConsumer {
                     .push(Delivery::new(held.record, lease).after(held.attempt, held.failures));
             }
         }
+        // A consumer that takes large batches asks again soon. The attempts of its next batch become durable while it
+        // works on this one.
+        if self.claimed.is_empty() && count >= LARGE && count >= max {
+            let (number, step) = (|| self.shared.number(), self.member.step());
+            let claimed = board.claim_ahead(self.seat, max, now, step, number);
+            drop(board);
+            if claimed {
+                self.member.kick();
+            }
+        }
         Ok(deliveries)
     }
 
     fn give_back(&mut self) {
-        let claimed: Vec<(RowId, u64)> = self
-            .claimed
-            .drain(..)
-            .map(|(id, token, _)| (id, token))
-            .collect();
+        let mut claimed: Vec<Claimed> = self.claimed.drain(..).collect();
+        let mut board = self.member.board.lock();
+        claimed.extend(board.take_ahead(self.seat));
+        board.give_back(&claimed);
+        drop(board);
         if !claimed.is_empty() {
-            self.member.board.lock().give_back(&claimed);
             self.member.changed.notify_waiters();
             self.member.kick();
         }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use everbus_core::{Clock, Code, Error, Result, no_group};
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use rdkafka::TopicPartitionList;
 use rdkafka::client::ClientContext;
 use rdkafka::config::{FromClientConfigAndContext as _, RDKafkaLogLevel};
@@ -36,6 +36,8 @@ const POLL: Duration = Duration::from_millis(50);
 const POLL_PAUSED: Duration = Duration::from_millis(5);
 /// The most records that are sorted in one turn.
 const TURN: usize = 500;
+/// After this many records, the board is free for others for a moment.
+const LOCKED: usize = 50;
 /// The same error is reported again after this long.
 const REMINDED: Duration = Duration::from_secs(30);
 /// How long progress over records that the group does not want may stay uncommitted.
@@ -79,6 +81,8 @@ pub(crate) struct Member {
     /// Partitions that are paused, because they are full.
     paused: Mutex<BTreeSet<Partition>>,
     idle_since: Mutex<Option<Instant>>,
+    /// How often partitions were assigned or revoked. Only the thread that polls changes it.
+    rebalances: AtomicU64,
 }
 
 /// The callbacks of the client.
@@ -108,6 +112,9 @@ impl ConsumerContext for Context {
         partitions: &mut TopicPartitionList,
     ) {
         let member = self.member.upgrade();
+        if let Some(member) = &member {
+            member.rebalances.fetch_add(1, Ordering::Relaxed);
+        }
         let cooperative = matches!(
             consumer.rebalance_protocol(),
             RebalanceProtocol::Cooperative
@@ -174,6 +181,7 @@ impl Member {
             reported: Mutex::default(),
             paused: Mutex::default(),
             idle_since: Mutex::default(),
+            rebalances: AtomicU64::new(0),
         });
         let context = Context {
             member: Arc::downgrade(&member),
@@ -445,6 +453,8 @@ impl Member {
     fn take(&self, consumer: &BaseConsumer<Context>, wait: Duration) {
         let mut reads = Vec::new();
         let mut wait = wait;
+        // Most records come from the same partition as the one before.
+        let mut last: Option<Origin> = None;
         while reads.len() < TURN && self.is_running() {
             let Some(polled) = consumer.poll(wait) else {
                 break;
@@ -452,21 +462,24 @@ impl Member {
             wait = Duration::ZERO;
             match polled {
                 Ok(message) => {
-                    let topic = self.topics.read().get(message.topic()).cloned();
-                    let Some(topic) = topic else {
+                    let (name, partition) = (message.topic(), message.partition());
+                    let is_same = |last: &Origin| {
+                        let same = last.topic.name == name && last.partition == partition;
+                        same && last.rebalances == self.rebalances.load(Ordering::Relaxed)
+                    };
+                    if !last.as_ref().is_some_and(is_same) {
+                        last = self.origin(name, partition);
+                    }
+                    let Some(origin) = &last else {
                         continue;
                     };
-                    let partition = message.partition();
-                    let slot = self.board.lock().slot(topic.shard(partition));
-                    let read = wire::read(&topic, &message);
-                    if let Some(slot) = slot {
-                        reads.push(Fetched {
-                            slot,
-                            topic,
-                            partition,
-                            read,
-                        });
-                    }
+                    let read = wire::read(&origin.topic, &message);
+                    reads.push(Fetched {
+                        slot: origin.slot,
+                        topic: origin.topic.clone(),
+                        partition,
+                        read,
+                    });
                 }
                 Err(error) => self.trouble(&error),
             }
@@ -474,6 +487,19 @@ impl Member {
         if !reads.is_empty() {
             self.sort(consumer, reads);
         }
+    }
+
+    /// Where records of a partition belong. `None` if the partition is not assigned.
+    fn origin(&self, name: &str, partition: i32) -> Option<Origin> {
+        let topic = self.topics.read().get(name).cloned()?;
+        let slot = self.board.lock().slot(topic.shard(partition))?;
+        let rebalances = self.rebalances.load(Ordering::Relaxed);
+        Some(Origin {
+            topic,
+            partition,
+            slot,
+            rebalances,
+        })
     }
 
     fn trouble(&self, error: &KafkaError) {
@@ -522,7 +548,10 @@ impl Member {
         let now = (Instant::now(), self.clock.now());
         let mut gaps = BTreeMap::new();
         let mut board = self.board.lock();
-        for fetched in reads {
+        for (n, fetched) in reads.into_iter().enumerate() {
+            if n % LOCKED == LOCKED - 1 {
+                MutexGuard::bump(&mut board);
+            }
             let Fetched {
                 slot,
                 topic,
@@ -565,6 +594,15 @@ impl Member {
             }
         }
     }
+}
+
+/// A partition that is assigned.
+struct Origin {
+    topic: Arc<Topic>,
+    partition: i32,
+    slot: u32,
+    /// The number of rebalances before.
+    rebalances: u64,
 }
 
 /// A record that was fetched, and where it belongs.

@@ -22,6 +22,8 @@ use crate::wire::{self, Written};
 
 /// The most bytes of the failures of a dead letter.
 const FAILURES: usize = DEAD_ROOM / 2;
+/// How many settlements are applied while the board is locked once.
+const AT_ONCE: usize = 64;
 /// How long it may take until all brokers know a raised limit of a topic.
 const RAISED_WITHIN: Duration = Duration::from_secs(5);
 
@@ -62,8 +64,14 @@ impl Shared {
 
     /// Settles all of them with as few commits as they need.
     pub(crate) async fn settle_all(&self, settlements: Vec<Settlement>) -> Vec<Result<()>> {
-        let applied = settlements.into_iter().map(|s| self.apply(s));
-        let applied = join_all(applied).await;
+        let mut applied = self.finish_plain(&settlements);
+        let others = settlements.into_iter().zip(&mut applied);
+        let others = others.filter(|(_, applied)| applied.is_none());
+        let others = others.map(|(settlement, applied)| async move {
+            *applied = Some(self.apply(settlement).await);
+        });
+        join_all(others).await;
+        let applied: Vec<Result<Awaited>> = applied.into_iter().flatten().collect();
         let mut waits: BTreeMap<(u64, u32), (Arc<Member>, u64)> = BTreeMap::new();
         for awaited in applied.iter().flatten() {
             let (slot, version) = awaited.at;
@@ -85,6 +93,44 @@ impl Shared {
         answers
             .map(|applied| applied.and_then(Awaited::answer))
             .collect()
+    }
+
+    /// Applies the settlements that ask for nothing but the end of an event. These are most of them, so they are applied
+    /// together. `None` stands for every other settlement.
+    fn finish_plain(&self, settlements: &[Settlement]) -> Vec<Option<Result<Awaited>>> {
+        let is_plain = |settlement: &Settlement| {
+            let finished = matches!(settlement.verdict, Verdict::Ack | Verdict::Skip { .. });
+            finished && settlement.follow_ups.is_empty() && settlement.effect.is_none()
+        };
+        let mut applied: Vec<Option<Result<Awaited>>> = Vec::new();
+        applied.resize_with(settlements.len(), || None);
+        let mut known: Option<Arc<Member>> = None;
+        for (some, applied) in settlements.chunks(AT_ONCE).zip(applied.chunks_mut(AT_ONCE)) {
+            let number = some.first().map_or(0, |first| first.lease.words()[0]);
+            if known.as_ref().is_none_or(|known| known.number != number) {
+                known = self.member_numbered(number);
+            }
+            let Some(member) = &known else {
+                continue;
+            };
+            let now = Instant::now();
+            let mut board = member.board.lock();
+            for (settlement, applied) in some.iter().zip(applied) {
+                let [of, token] = settlement.lease.words();
+                if of != number || !is_plain(settlement) {
+                    continue;
+                }
+                let at = board.doubted(token);
+                let at = at.or_else(|| board.acked(settlement.lease.position(), token, now));
+                *applied = Some(at.ok_or_else(lost).map(|at| Awaited {
+                    member: member.clone(),
+                    token,
+                    at,
+                    answered: false,
+                }));
+            }
+        }
+        applied
     }
 
     /// Does what a settlement asks for, except for the commit.

@@ -121,12 +121,12 @@ impl Read {
 }
 
 /// What a record has beside its value.
-#[derive(Default)]
-struct Found {
+#[derive(Clone, Copy, Default)]
+struct Found<'a> {
     mark: Option<(u32, Timestamp, Timestamp)>,
-    id: Option<String>,
-    event_type: Option<String>,
-    attributes: Option<String>,
+    id: Option<&'a str>,
+    event_type: Option<&'a str>,
+    attributes: Option<&'a str>,
 }
 
 /// Reads a record. It never fails: a record that is not of the dialect becomes an event with the raw bytes.
@@ -145,7 +145,7 @@ pub(crate) fn read(topic: &Topic, message: &BorrowedMessage<'_>) -> Read {
     around.read(found, &payload)
 }
 
-fn found(message: &BorrowedMessage<'_>) -> Found {
+fn found<'a>(message: &'a BorrowedMessage<'_>) -> Found<'a> {
     let mut found = Found::default();
     let Some(headers) = message.headers() else {
         return found;
@@ -159,9 +159,9 @@ fn found(message: &BorrowedMessage<'_>) -> Found {
         };
         match header.key {
             MARK => found.mark = mark(text),
-            ID => found.id = Some(text.to_owned()),
-            TYPE => found.event_type = Some(text.to_owned()),
-            ATTRIBUTES => found.attributes = Some(text.to_owned()),
+            ID => found.id = Some(text),
+            TYPE => found.event_type = Some(text),
+            ATTRIBUTES => found.attributes = Some(text),
             _ => {}
         }
     }
@@ -176,7 +176,7 @@ struct Around<'a> {
 }
 
 impl Around<'_> {
-    fn read(&self, found: Found, payload: &Bytes) -> Read {
+    fn read(&self, found: Found<'_>, payload: &Bytes) -> Read {
         match self.own(&found, payload) {
             Some(record) => Read {
                 record,
@@ -188,10 +188,10 @@ impl Around<'_> {
     }
 
     /// A record that Everbus wrote.
-    fn own(&self, found: &Found, payload: &Bytes) -> Option<Recorded> {
+    fn own(&self, found: &Found<'_>, payload: &Bytes) -> Option<Recorded> {
         let (version, occurred_at, received_at) = found.mark?;
-        let id = found.id.as_ref()?.parse::<EventId>().ok()?;
-        let event_type = found.event_type.as_ref()?;
+        let id = found.id?.parse::<EventId>().ok()?;
+        let event_type = found.event_type?;
         let attributes = match &found.attributes {
             None => None,
             Some(json) => Some(Box::new(serde_json::from_str::<Attributes>(json).ok()?)),
@@ -206,8 +206,14 @@ impl Around<'_> {
                     .clone()
             }
         };
-        let event_type = event_type.as_str().into();
-        let event = Event::from_stored(id, event_type, version, occurred_at, body, attributes);
+        let event = Event::from_stored(
+            id,
+            event_type.into(),
+            version,
+            occurred_at,
+            body,
+            attributes,
+        );
         Some(Recorded::new(event, self.position, received_at))
     }
 
@@ -220,10 +226,10 @@ impl Around<'_> {
     }
 
     /// A record of another program.
-    fn of_others(&self, event_type: Option<String>, payload: &Bytes) -> Read {
+    fn of_others(&self, event_type: Option<&str>, payload: &Bytes) -> Read {
         // A document names its type itself.
         let untyped = event_type.is_none() && self.topic.dialect == Dialect::Native;
-        let event_type = event_type.unwrap_or_else(|| self.topic.short.clone());
+        let event_type = event_type.map_or_else(|| self.topic.short.clone(), str::to_owned);
         let id = EventId::from_foreign(&self.topic.name, &self.position.to_string());
         let read = match self.topic.dialect {
             Dialect::Native => Event::builder(event_type.clone())
@@ -271,15 +277,15 @@ fn mark(text: &str) -> Option<(u32, Timestamp, Timestamp)> {
 mod tests {
     use super::*;
 
-    fn found(written: &Written) -> Found {
+    fn found(written: &Written) -> Found<'_> {
         let header = |wanted: &str| {
             let mut headers = written.headers.iter();
             headers
                 .find(|(name, _)| *name == wanted)
-                .map(|(_, value)| value.clone())
+                .map(|(_, value)| value.as_str())
         };
         Found {
-            mark: header(MARK).as_deref().and_then(mark),
+            mark: header(MARK).and_then(mark),
             id: header(ID),
             event_type: header(TYPE),
             attributes: header(ATTRIBUTES),

@@ -1,17 +1,68 @@
 //! Handing out: which events a consumer gets, and when.
 
-use std::collections::HashMap;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
 use std::time::{Duration, Instant};
 
 use everbus_core::Timestamp;
 
-use super::{Board, Held, LOOKED_AT, MOST_OPEN, RowId, Seat, State, before, later};
+use super::{Board, Claimed, Held, LOOKED_AT, MOST_OPEN, RowId, Seat, State, before, later};
 use crate::offset_metadata::Last;
 
 impl Board {
     /// Claims up to `max` events for a consumer. They are handed out by [`deliver`](Self::deliver), once
     /// their attempts are durable. `step` is how long a commit takes.
     pub(crate) fn claim(
+        &mut self,
+        seat: u64,
+        max: usize,
+        now: Instant,
+        step: Duration,
+        token: impl Fn() -> u64,
+    ) -> Vec<Claimed> {
+        let claimed = self.pick(seat, max, now, step, token);
+        let versions = claimed.into_iter();
+        let versions = versions.map(|(id, token)| (id, token, self.version(id.0)));
+        versions.collect()
+    }
+
+    /// Claims events that the consumer will ask for soon. Returns whether there are any. They are given back if it
+    /// does not ask for half a lease.
+    pub(crate) fn claim_ahead(
+        &mut self,
+        seat: u64,
+        max: usize,
+        now: Instant,
+        step: Duration,
+        token: impl Fn() -> u64,
+    ) -> bool {
+        let claimed = self.claim(seat, max, now, step, token);
+        let any = !claimed.is_empty();
+        if let Some(seat) = self.seats.get_mut(&seat).filter(|_| any) {
+            seat.keep_ahead(claimed, now);
+        }
+        any
+    }
+
+    /// Takes the events that were claimed ahead.
+    pub(crate) fn take_ahead(&mut self, seat: u64) -> Vec<Claimed> {
+        let seat = self.seats.get_mut(&seat);
+        seat.map(|seat| std::mem::take(&mut seat.ahead))
+            .unwrap_or_default()
+    }
+
+    /// Gives back events that were claimed ahead, and that the consumer has not asked for.
+    pub(super) fn give_back_ahead(&mut self, now: Instant) {
+        let seats = self.seats.iter();
+        let late = seats.filter(|(_, seat)| seat.ahead_until().is_some_and(|until| until <= now));
+        let late: Vec<u64> = late.map(|(seat, _)| *seat).collect();
+        for seat in late {
+            let claimed = self.take_ahead(seat);
+            self.give_back(&claimed);
+        }
+    }
+
+    fn pick(
         &mut self,
         seat: u64,
         max: usize,
@@ -45,35 +96,48 @@ impl Board {
         let (mut picked, mut unhandled) = (Vec::new(), Vec::new());
         let mut suspects = self.held_suspects;
         let mut begun: HashMap<u32, usize> = HashMap::new();
-        for id in self.ready.values().take(LOOKED_AT) {
+        // The next ready event of each partition, the one with the earliest turn on top.
+        let mut partitions: Vec<_> = self
+            .ready
+            .iter()
+            .filter_map(|(slot, ready)| Some((*slot, self.parts.get(slot)?, ready.iter())))
+            .collect();
+        let mut heads = BinaryHeap::new();
+        for (n, (_, _, ready)) in partitions.iter_mut().enumerate() {
+            heads.extend(ready.next().map(|head| Reverse(turn_of(head, n))));
+        }
+        for _ in 0..LOOKED_AT {
             if picked.len() == max {
                 break;
             }
-            let Some(row) = self.row(*id) else {
+            let Some(Reverse((_, _, place, n))) = heads.pop() else {
+                break;
+            };
+            let (slot, part, ready) = &mut partitions[n];
+            let begins = place > part.begun;
+            let begun = begun.entry(*slot).or_default();
+            if begins && part.open + *begun >= MOST_OPEN {
+                // All later places of this partition would begin as well.
+                continue;
+            }
+            heads.extend(ready.next().map(|head| Reverse(turn_of(head, n))));
+            let Some(row) = part.rows.get(&place) else {
                 continue;
             };
+            let id = (*slot, place);
             if !own.takes(row) {
                 if !self.seats.values().any(|seat| seat.takes(row)) {
-                    unhandled.push(*id);
+                    unhandled.push(id);
                 }
                 continue;
             }
             if row.suspect && suspects > 0 {
                 continue;
             }
-            let Some(part) = self.parts.get(&id.0) else {
-                continue;
-            };
-            if id.1 > part.begun {
-                // All places up to this one then count as begun.
-                let begun = begun.entry(id.0).or_default();
-                if part.open + *begun >= MOST_OPEN {
-                    continue;
-                }
-                *begun += 1;
-            }
+            // All places up to this one then count as begun.
+            *begun += usize::from(begins);
             suspects += usize::from(row.suspect);
-            picked.push(*id);
+            picked.push(id);
         }
         for id in unhandled {
             self.set_aside(id, now);
@@ -92,9 +156,9 @@ impl Board {
         let Some(row) = self.row_mut(id) else {
             return;
         };
-        if let State::Ready(fresh, turn) = row.state {
+        if let State::Ready(fresh, number) = row.state {
             row.state = State::Blocked;
-            self.ready.remove(&(fresh, turn));
+            self.not_ready(id.0, (fresh, number));
             self.dangers.remove(&id);
             self.aside.insert(id, now);
         }
@@ -126,8 +190,8 @@ impl Board {
         self.held += 1;
         self.held_suspects += usize::from(row.suspect);
         self.held_alone += usize::from(alone);
-        if let State::Ready(fresh, turn) = state {
-            self.ready.remove(&(fresh, turn));
+        if let State::Ready(fresh, number) = state {
+            self.not_ready(id.0, (fresh, number));
         }
         if let Some(seat) = self.seats.get_mut(&seat) {
             seat.held += 1;
@@ -173,8 +237,8 @@ impl Board {
     }
 
     /// Takes back events that were claimed and not handed out: no attempt has begun.
-    pub(crate) fn give_back(&mut self, claimed: &[(RowId, u64)]) {
-        for (id, token) in claimed {
+    pub(crate) fn give_back(&mut self, claimed: &[Claimed]) {
+        for (id, token, _) in claimed {
             let Some(row) = self.row_mut(*id) else {
                 continue;
             };
@@ -186,4 +250,10 @@ impl Board {
             }
         }
     }
+}
+
+/// A ready event: whether it is fresh, its turn, its place, and the number of its partition.
+fn turn_of(ready: (&(bool, u64), &(u64, u64)), partition: usize) -> (bool, u64, u64, usize) {
+    let ((fresh, _), (turn, place)) = ready;
+    (*fresh, *turn, *place, partition)
 }

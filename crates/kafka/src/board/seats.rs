@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use everbus_core::{ConsumeOptions, Event, Pattern, Window};
 
-use super::{Board, Row, RowId, State};
+use super::{Board, Claimed, Row, RowId, State, later};
 
 /// A consumer.
 pub(crate) struct Seat {
@@ -19,6 +19,9 @@ pub(crate) struct Seat {
     /// How many events were settled since `told`, when the window was last updated.
     pub(super) settled: usize,
     told: Instant,
+    /// Events that were claimed before the consumer asked for them, and until when they are kept for it.
+    pub(super) ahead: Vec<Claimed>,
+    ahead_until: Instant,
 }
 
 impl Seat {
@@ -33,7 +36,19 @@ impl Seat {
             held: 0,
             settled: 0,
             told: Instant::now(),
+            ahead: Vec::new(),
+            ahead_until: Instant::now(),
         }
+    }
+
+    /// When the events that were claimed ahead are given back.
+    pub(super) fn ahead_until(&self) -> Option<Instant> {
+        (!self.ahead.is_empty()).then_some(self.ahead_until)
+    }
+
+    pub(super) fn keep_ahead(&mut self, claimed: Vec<Claimed>, now: Instant) {
+        self.ahead = claimed;
+        self.ahead_until = later(now, self.lease / 2);
     }
 
     /// How many more events it may get. `step` is how long a commit takes.
@@ -66,11 +81,14 @@ impl Seat {
 
 impl Board {
     pub(crate) fn sit(&mut self, seat: u64, options: ConsumeOptions) {
+        self.stand_up(seat);
         self.seats.insert(seat, Seat::new(options));
         self.handlers_changed();
     }
 
     pub(crate) fn stand_up(&mut self, seat: u64) {
+        let ahead = self.take_ahead(seat);
+        self.give_back(&ahead);
         self.seats.remove(&seat);
     }
 

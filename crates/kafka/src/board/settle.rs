@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use everbus_core::{Recorded, Shard, Timestamp};
+use everbus_core::{Position, Recorded, Shard, Timestamp};
 
 use super::{Board, Change, Held, RowId, State, before, later};
 use crate::offset_metadata::Last;
@@ -96,6 +96,14 @@ impl Board {
         let part = self.parts.get_mut(&id.0)?;
         part.touch();
         Some(part.version)
+    }
+
+    /// Finishes the event of a lease. Returns the slot and the version that contain that; `None` if the lease is lost.
+    pub(crate) fn acked(&mut self, at: Position, token: u64, now: Instant) -> Option<(u32, u64)> {
+        let slot = self.slot(at.shard())?;
+        let change = Change::Finished { dead: false };
+        let version = self.settle((slot, at.place()), token, change, now)?;
+        Some((slot, version))
     }
 
     /// Records a settlement that was applied and not answered.

@@ -70,7 +70,7 @@ impl Table {
         let now = self.now;
         claimed
             .into_iter()
-            .map(|(id, token)| {
+            .map(|(id, token, _)| {
                 let held = self
                     .board
                     .deliver(id, token, now, Timestamp::EPOCH)
@@ -128,7 +128,7 @@ fn an_attempt_is_in_the_commit_before_the_event_is_handed_out() {
     table.arrive(2, "k", true);
     let token = table.token();
     let claimed = table.board.claim(SEAT, 1, table.now, STEP, || token);
-    assert_eq!(claimed, [((table.slot, 1), token)]);
+    assert_eq!(claimed, [((table.slot, 1), token, 1)]);
     assert!(table.board.is_dirty());
     let saved = table.committed();
     assert_eq!(saved.entry(1), Some(Entry::BEGUN));
@@ -599,4 +599,62 @@ fn the_reason_why_a_record_cannot_be_read_stays_with_its_lease() {
         (failure.kind, &*failure.error),
         (FailureKind::Corrupt, "not JSON")
     );
+}
+
+// conformance: contract/kafka-ahead: events that were claimed before the consumer asked for them are given back if it does not ask, and count no attempt
+#[test]
+fn what_was_claimed_ahead_and_is_not_asked_for_comes_again() {
+    let mut table = Table::new(false, None);
+    for place in 1..=3 {
+        table.arrive(place, "k", true);
+    }
+    let now = table.now;
+    assert!(table.board.claim_ahead(SEAT, 2, now, STEP, || 7));
+    assert_eq!(places(&table.take(10)), [3], "the others are claimed");
+    table.now += Duration::from_millis(2400);
+    assert!(table.take(10).is_empty());
+    table.now += Duration::from_millis(200);
+    let taken = table.take(10);
+    assert_eq!(
+        (places(&taken), taken[0].2),
+        (vec![1, 2], 1),
+        "half a lease later they are free, without an attempt"
+    );
+    for (place, token, _) in taken {
+        table.done(place, token);
+    }
+    table.arrive(4, "k", true);
+    assert!(table.board.claim_ahead(SEAT, 2, table.now, STEP, || 8));
+    let ahead = table.board.take_ahead(SEAT);
+    assert_eq!(ahead.len(), 1);
+    table.now += Duration::from_secs(60);
+    assert_eq!(
+        places(&table.take(10)),
+        [3],
+        "what the consumer has asked for is not given back, and the lease of 3 has ended"
+    );
+}
+
+// conformance: contract/kafka-room: what has begun and was given back is handed out also while no other event of its partition may begin
+#[test]
+fn what_was_given_back_comes_before_what_may_not_begin() {
+    let mut table = Table::new(false, None);
+    table.board.set_prefetch(SEAT, 10_000);
+    for place in 1..=2000 {
+        table.arrive(place, "k", true);
+    }
+    let taken = table.take(10_000);
+    assert_eq!(taken.len(), MOST_OPEN);
+    for (place, token, _) in &taken {
+        let after = Duration::ZERO;
+        table
+            .settle(*place, *token, Change::Released { after })
+            .unwrap();
+    }
+    let again = table.take(10_000);
+    assert_eq!(places(&again), places(&taken));
+    for (place, token, _) in again {
+        table.done(place, token);
+    }
+    assert_eq!(table.take(10_000)[0].0, MOST_OPEN as u64 + 1);
 }
