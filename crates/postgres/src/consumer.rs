@@ -51,6 +51,15 @@ struct Look {
     task: JoinHandle<Result<Looked>>,
     /// Dropped when a fetch waits for the result.
     in_advance: Option<oneshot::Sender<()>>,
+    /// How often the bell had rung when the look began.
+    rings: u64,
+}
+
+/// After a look that took the last events: another look finds nothing before the bell rings or time passes.
+struct Quiet {
+    rings: u64,
+    /// When to look again.
+    next: Option<i64>,
 }
 
 impl Look {
@@ -88,6 +97,7 @@ pub(crate) struct PgConsumer {
     running: Option<Look>,
     /// How the next look is made.
     outlook: Outlook,
+    quiet: Option<Quiet>,
     closed: bool,
 }
 
@@ -110,6 +120,7 @@ impl PgConsumer {
             mailbox: VecDeque::new(),
             running: None,
             outlook: Outlook::default(),
+            quiet: None,
             closed: false,
         }
     }
@@ -151,6 +162,7 @@ impl PgConsumer {
         self.running.get_or_insert_with(|| {
             let (engine, asking) = (engine.clone(), asking.clone());
             let (in_advance, taken) = oneshot::channel();
+            let rings = engine.bell.rings();
             let task = tokio::spawn(async move {
                 let looked = engine.look(&asking, max, eager).await?;
                 Ok(kept(&engine, looked, taken, asking.options.lease / 2).await)
@@ -158,13 +170,16 @@ impl PgConsumer {
             Look {
                 task,
                 in_advance: Some(in_advance),
+                rings,
             }
         })
     }
 
     /// Looks once, and puts events into the mailbox. Returns the look if there were none.
     async fn look(&mut self, max: usize) -> Result<Option<Looked>> {
-        let looked = self.begin_look(max).result().await;
+        let look = self.begin_look(max);
+        let rings = look.rings;
+        let looked = look.result().await;
         self.running = None;
         let mut looked = looked?;
         self.outlook.looked(&looked);
@@ -172,6 +187,8 @@ impl PgConsumer {
         if deliveries.is_empty() {
             return Ok(Some(looked));
         }
+        let next = looked.next;
+        self.quiet = looked.nothing_left.then_some(Quiet { rings, next });
         self.mailbox
             .extend(deliveries.into_iter().map(|d| (d, looked.until)));
         Ok(None)
@@ -231,14 +248,22 @@ impl Consumer for PgConsumer {
                     }
                     return Ok(batch);
                 }
-                // A look that began before this fetch may have missed what happened since, so there is another one.
-                let began_earlier = self.running.is_some();
-                let Some(looked) = self.look(max).await? else {
-                    continue;
+                let looked = match self.quiet.take() {
+                    Some(quiet) if quiet.rings == bell.rings() && self.running.is_none() => {
+                        Looked {
+                            next: quiet.next,
+                            ..Looked::default()
+                        }
+                    }
+                    _ => {
+                        // A look that began before this fetch may have missed what happened since, so there is another.
+                        let began_earlier = self.running.is_some();
+                        match self.look(max).await? {
+                            Some(looked) if !began_earlier => looked,
+                            _ => continue,
+                        }
+                    }
                 };
-                if began_earlier {
-                    continue;
-                }
                 let mut wait = self.engine.options.poll * 2;
                 if let Some(next) = looked.next {
                     let now = self.engine.now();

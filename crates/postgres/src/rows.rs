@@ -266,7 +266,12 @@ impl Types {
         let (mut names, mut missing) = (HashMap::new(), Vec::new());
         {
             let known = self.known.read();
+            let mut last = None;
             for id in ids {
+                // The events of a batch often have the same type.
+                if last.replace(id) == Some(id) {
+                    continue;
+                }
                 match known.by_id.get(&id) {
                     Some(name) => _ = names.entry(id).or_insert_with(|| name.clone()),
                     None => missing.push(id),

@@ -23,6 +23,8 @@ const MIGRATIONS: &[&[&str]] = &[
     &[include_str!("sql/claim.sql")],
     // Claims return fewer columns, and lock the group at once if there are probably events.
     &[include_str!("sql/claim.sql")],
+    // Claims say when nothing is left to claim.
+    &[include_str!("sql/claim.sql")],
 ];
 
 /// The version of the tables that this engine uses.

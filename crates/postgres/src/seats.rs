@@ -49,16 +49,16 @@ fn key_of(lease: &Lease) -> Key {
 }
 
 impl Inner {
-    fn release(&mut self, key: Key) {
-        if let Some((seat, _)) = self.held.remove(&key)
-            && let Some(seat) = self.seats.get_mut(&seat)
-        {
-            seat.held = seat.held.saturating_sub(1);
-            seat.settled += 1;
-        }
+    /// Forgets that an event is held. Returns the consumer that held it.
+    fn release(&mut self, key: Key) -> Option<&mut Seat> {
         if self.isolating == Some((key.0, key.2)) {
             self.isolating = None;
         }
+        let (seat, _) = self.held.remove(&key)?;
+        let seat = self.seats.get_mut(&seat)?;
+        seat.held = seat.held.saturating_sub(1);
+        seat.settled += 1;
+        Some(seat)
     }
 }
 
@@ -175,22 +175,22 @@ impl Seats {
         }
     }
 
-    /// Notes the answer to a settlement.
-    pub(crate) fn settled(&self, lease: &Lease, answer: &Result<()>, step: Duration) {
-        let over = match answer {
-            Ok(()) => true,
-            Err(e) => e.code() == everbus_core::Code::LeaseLost,
-        };
-        if !over {
-            return;
-        }
-        let key = key_of(lease);
+    /// Notes the answers to settlements that took `step` together.
+    pub(crate) fn settled<'s>(
+        &self,
+        answers: impl Iterator<Item = (&'s Lease, &'s Result<()>)>,
+        step: Duration,
+    ) {
         let mut inner = self.0.lock();
-        let seat = inner.held.get(&key).map(|(seat, _)| *seat);
-        if let Some(seat) = seat.and_then(|seat| inner.seats.get_mut(&seat)) {
-            seat.step = step;
+        for (lease, answer) in answers {
+            let over = match answer {
+                Ok(()) => true,
+                Err(e) => e.code() == everbus_core::Code::LeaseLost,
+            };
+            if over && let Some(seat) = inner.release(key_of(lease)) {
+                seat.step = step;
+            }
         }
-        inner.release(key);
     }
 
     /// Notes that a lease was extended, or lost.
@@ -198,7 +198,7 @@ impl Seats {
         let key = key_of(lease);
         let mut inner = self.0.lock();
         match until {
-            None => inner.release(key),
+            None => _ = inner.release(key),
             Some(until) => {
                 if let Some(held) = inner.held.get_mut(&key) {
                     held.1 = until;

@@ -7,7 +7,7 @@
 //! session, everything is found by polling, and a dead engine is noticed only when its leases end.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -29,6 +29,8 @@ pub(crate) struct Bell {
     pub(crate) here: Notify,
     /// Tasks of this engine that wait for settlements.
     pub(crate) settled: Notify,
+    /// How often tasks of this engine were woken.
+    rings: AtomicU64,
     /// Other engines have not been notified yet.
     pending: AtomicBool,
     /// Wakes the session.
@@ -38,7 +40,7 @@ pub(crate) struct Bell {
 impl Bell {
     /// Wakes the tasks of this engine, and lets the session notify the other engines.
     pub(crate) fn ring(&self) {
-        self.here.notify_waiters();
+        self.ring_here();
         if !self.pending.swap(true, Ordering::AcqRel) {
             self.session.notify_one();
         }
@@ -46,7 +48,14 @@ impl Bell {
 
     /// Wakes only the tasks of this engine.
     pub(crate) fn ring_here(&self) {
+        self.rings.fetch_add(1, Ordering::SeqCst);
         self.here.notify_waiters();
+    }
+
+    /// How often tasks of this engine were woken. A task that waits for `here` and then finds the same number as before
+    /// has missed no ring.
+    pub(crate) fn rings(&self) -> u64 {
+        self.rings.load(Ordering::SeqCst)
     }
 
     /// Wakes the tasks of this engine that wait for settlements.
@@ -211,7 +220,7 @@ async fn run(
 
 /// Wakes the tasks of this engine. Notifies other engines on a pooled connection if something changed.
 async fn serve_pooled(engine: &Postgres) {
-    engine.bell.here.notify_waiters();
+    engine.bell.ring_here();
     if engine.bell.pending.swap(false, Ordering::AcqRel)
         && let Ok(conn) = engine.pool.get().await
     {
@@ -323,7 +332,7 @@ async fn serve(
                 }
                 if others {
                     others_listen = true;
-                    bell.here.notify_waiters();
+                    bell.ring_here();
                 }
             }
             request = requests.recv() => {
@@ -353,7 +362,7 @@ async fn serve(
                 // A dead connection is noticed, and waiting consumers look again.
                 let row = conn.one("keeping the session", OTHERS, &[]).await?;
                 others_listen = get(&row, 0)?;
-                bell.here.notify_waiters();
+                bell.ring_here();
             }
         }
     }

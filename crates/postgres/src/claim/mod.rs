@@ -47,6 +47,8 @@ pub(crate) struct Looked {
     pub(crate) held_back: bool,
     /// There were as many events as there was room for, so there are probably more.
     pub(crate) more: bool,
+    /// The group had no other event, and nothing is held back: a second look finds nothing before something changes.
+    pub(crate) nothing_left: bool,
 }
 
 impl Postgres {
@@ -137,6 +139,7 @@ impl Postgres {
             next: None,
             held_back,
             more: deliveries.len() >= room,
+            nothing_left: false,
             deliveries,
         };
         if looked.deliveries.is_empty() {

@@ -108,6 +108,7 @@ impl Postgres {
         let Some((head, rows)) = rows.split_last() else {
             return Ok(None);
         };
+        let nothing_left = get::<Option<i64>>(head, 0)?.is_some();
         let head = Head(get(head, AFTER_RECORD)?);
         let status = head.text(0).unwrap_or_default();
         if status == status::REMOVED {
@@ -119,6 +120,7 @@ impl Postgres {
             next: head.number(1),
             held_back: end.is_some_and(|end| end.newest > end.decided),
             more: rows.len() >= room,
+            nothing_left,
             deliveries: Vec::with_capacity(rows.len()),
         };
         match status {

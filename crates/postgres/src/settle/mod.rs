@@ -171,9 +171,8 @@ impl Postgres {
                     .collect()),
             };
             if let Ok(results) = &answer {
-                for (settlement, result) in job.settlements.iter().zip(results) {
-                    self.seats.settled(&settlement.lease, result, step);
-                }
+                let leases = job.settlements.iter().map(|s| &s.lease);
+                self.seats.settled(leases.zip(results), step);
             }
             let _ = job.reply.send(answer);
         }
@@ -288,10 +287,8 @@ pub(crate) async fn give_back(engine: &Postgres, leases: &[Lease]) -> Result<()>
     let answers = transaction!(engine.pool, "giving events back", |tx| {
         apply(engine, tx, &settlements, now, i64::MIN).await
     })?;
-    let step = Duration::ZERO;
-    for (lease, answer) in leases.iter().zip(&answers.0) {
-        engine.seats.settled(lease, answer, step);
-    }
+    let answers = leases.iter().zip(&answers.0);
+    engine.seats.settled(answers, Duration::ZERO);
     engine.bell.ring();
     Ok(())
 }

@@ -14,6 +14,8 @@
 --   1: the events are claimed
 --   2: the group needs more than this function does; nothing was changed
 --   3: the group was removed
+-- The last row also has a seq if nothing is left: the group has no other new event, and no writer may still add one
+-- before those that were claimed. Engines of earlier versions read only o_head of the last row.
 --
 -- ours: the types that the consumer handles. unwanted: the types that the group does not want. Other types are
 -- not known to the engine, or other consumers handle them. eager: there are probably events for the group, so
@@ -211,6 +213,9 @@ BEGIN
     FROM everbus.log l WHERE l.seq BETWEEN lo AND hi AND NOT (not_ours @> l.seq) ORDER BY l.seq;
   END IF;
   o_head[1] := '1';
+  IF taken = batch.count AND batch.count < room AND decided = newest THEN
+    seq := decided;
+  END IF;
   RETURN NEXT;
 END
 $$;

@@ -4,8 +4,11 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{ConsumeOptions, Delivery, Event, GroupName, Pattern, SystemClock};
+use everbus_core::{
+    ConsumeOptions, Delivery, Event, GroupName, Pattern, Settlement, SystemClock, Verdict,
+};
 use everbus_postgres::Options;
+use everbus_testkit::servers::Postgres;
 
 use crate::support::{event, fresh_schema, group, open, options};
 
@@ -94,4 +97,60 @@ async fn claims_in_advance_are_given_back_before_their_leases_end() {
     for delivery in rest {
         assert_eq!((delivery.attempt, delivery.failures.len()), (1, 0));
     }
+}
+
+// conformance: engines/postgres-quiet: a consumer that has taken the last event does not ask the server again before something happens, and misses nothing meanwhile
+// needs: PostgreSQL
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn after_the_last_event_the_server_is_not_asked_again() {
+    const EVENTS: u32 = 100;
+    let Some(server) = Postgres::shared() else {
+        return;
+    };
+    let url = server.fresh_database();
+    let database = url.rsplit('/').next().unwrap();
+    server.sql(&format!(
+        "ALTER DATABASE {database} SET track_functions = 'pl'"
+    ));
+    let never = Options {
+        poll: Duration::from_secs(3600),
+        ..options(Arc::new(SystemClock))
+    };
+    let engine = everbus_postgres::open(&url, never).await.unwrap();
+    engine.broker.declare(group("g")).await.unwrap();
+    let wanted = ConsumeOptions::new(vec![Pattern::new("*").unwrap()]);
+    let name = GroupName::new("g").unwrap();
+    let mut consumer = engine.broker.consume(name, wanted).await.unwrap();
+    for number in 0..EVENTS {
+        // The consumer waits already, or it comes later.
+        let append = engine.broker.append(vec![event(number)]);
+        let fetched = async {
+            if number % 2 == 0 {
+                let (fetched, appended) = tokio::join!(consumer.fetch(10), append);
+                appended.map(|_| fetched)
+            } else {
+                append.await.map(|_| ())?;
+                Ok(consumer.fetch(10).await)
+            }
+        };
+        let fetched = tokio::time::timeout(Duration::from_secs(60), fetched).await;
+        let fetched = fetched.expect("no event is missed").unwrap().unwrap();
+        assert_eq!(fetched.len(), 1, "event {number}");
+        let acks = fetched.into_iter();
+        let acks = acks.map(|d| Settlement::new(d.lease, Verdict::Ack));
+        let settled = engine.broker.settle(acks.collect()).await.unwrap();
+        assert!(settled.iter().all(Result::is_ok));
+    }
+    drop(consumer);
+    engine.broker.close().await.unwrap();
+    // Sessions report what they counted when they end, a moment after the engine has closed them.
+    let others = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
+    while server.sql_at(&url, others) != "0" {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let calls = "SELECT calls FROM pg_stat_user_functions WHERE funcname = 'claim_new'";
+    let calls: u32 = server.sql_at(&url, calls).parse().unwrap();
+    // One look for each event, and a few when the consumer begins. With a look after each event there are half as many
+    // again.
+    assert!(calls < EVENTS + EVENTS / 4, "{calls} looks");
 }

@@ -53,6 +53,7 @@ pub(crate) async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {
             ratio: round(own / theirs),
             target: "≥ 5 × FastStream",
             met: own >= LEAST * theirs,
+            recorded_as: None,
         });
     }
     Ok(lines)
