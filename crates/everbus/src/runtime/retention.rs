@@ -7,7 +7,7 @@ use everbus_core::{
     Code, DeadLetterFilter, Maintenance, Pruned, PurgeBasis, RETENTION_DUTY, Result, Retention,
 };
 
-use crate::duty::{Duty, LastRun, Taken, Turn};
+use crate::duty::{Duty, DutyState, LastRun, Taken, Turn};
 use crate::holds;
 use crate::runtime::bus::Shared;
 
@@ -107,11 +107,11 @@ async fn take_turn(shared: &Shared, retention: &Retention, owner: &str) -> Resul
     let now = clock.now();
     // A little less than a day, so that the run does not move later every day.
     let recent = now.minus(EVERY - LOOK);
-    let last = duty.state().await?.and_then(|state| state.succeeded_at);
-    if last.is_some_and(|last| last > recent && last <= now) {
-        return Ok(None);
-    }
-    match duty.take(now, HOLD, clock).await? {
+    let is_due = |state: &DutyState| {
+        let last = state.succeeded_at;
+        last.is_none_or(|last| last <= recent || last > clock.now())
+    };
+    match duty.take_if(now, HOLD, clock, is_due).await? {
         Taken::Yes(turn) => Ok(Some(turn)),
         Taken::Done(_) | Taken::Busy(_) => Ok(None),
     }
