@@ -88,7 +88,8 @@ async fn the_server_answers_as_its_openapi_document_says() {
         .args(["--phases", "examples,coverage,fuzzing"])
         .args(["--max-examples", &examples(), "--seed", "7", "--no-shrink"])
         .args(["--checks", "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"])
-        .args(["--request-timeout", "60", "--workers", "2", "--continue-on-failure"])
+        // One worker: threads that parse Python code at the same time fail in CPython 3.11 (AST recursion depth).
+        .args(["--request-timeout", "60", "--workers", "1", "--continue-on-failure"])
         // An endless answer, and a consumer that would post to any address that is made up.
         .args(["--exclude-path", "/v1/events/stream"])
         .args(["--exclude-path", "/v1/webhooks/{name}"])
