@@ -108,7 +108,7 @@ async fn remove(
         let error = Error::new(Code::NotFound, what);
         return Err(error.hint("`everbus objects show` names the logs").into());
     }
-    let removing = objects.remove_others(&survey, log, args.older_than, args.dry_run);
+    let removing = objects.remove_others(engine, &survey, log, args.older_than, args.dry_run);
     let removed = if args.dry_run {
         removing.await?
     } else {

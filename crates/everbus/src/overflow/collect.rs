@@ -172,10 +172,12 @@ impl Objects {
         Ok(survey)
     }
 
-    /// Deletes the objects of a log, as named by the survey, unless they are younger than `older`. The caller
-    /// must know that no other file needs them. With `dry_run` nothing is deleted, only counted.
+    /// Deletes the objects of a log, as named by the survey, unless they are younger than `older` or an event of this
+    /// log has begun to refer to them since. The caller must know that no other file needs them. With `dry_run` nothing
+    /// is deleted, only counted.
     pub async fn remove_others(
         &self,
+        engine: &Engine,
         survey: &Survey,
         owner: &str,
         older: Duration,
@@ -183,7 +185,10 @@ impl Objects {
     ) -> Result<Tally> {
         let mut removed = Tally::default();
         for (log, key, bytes, age) in &survey.objects {
-            if log == owner && *age >= older {
+            let Some((id, _)) = key::made_by(key) else {
+                continue;
+            };
+            if log == owner && *age >= older && !is_in_use(engine, id, key).await? {
                 if !dry_run {
                     self.place.delete(key).await?;
                 }
