@@ -12,6 +12,7 @@ mod conformance;
 mod instructions;
 mod rooms;
 mod run;
+mod runner;
 mod servers;
 mod tools;
 
@@ -62,6 +63,7 @@ fn main() -> ExitCode {
         "instructions" => instructions::count(&root()),
         "chaos" => chaos(rest),
         "rooms" => rooms::check(&root()),
+        runner::TASK => runner::run(rest),
         "ci" => ci(rest),
         "help" | "-h" | "--help" => {
             print!("{USAGE}");
@@ -101,7 +103,10 @@ fn test(arguments: &[String]) -> Result<(), Failed> {
     tools::install()?;
     servers::install();
     let tests = ["test", "--workspace", "--all-features", "--no-fail-fast"];
-    let tests = Cargo::new(&tests).run_tests();
+    let setting = runner::setting().map(|setting| ["--config".to_owned(), setting]);
+    let tests = Cargo::new(&tests)
+        .args(setting.as_ref().map_or(&[][..], |setting| &setting[..]))
+        .run_tests();
     let table = conformance::check(&root());
     let chaos = if campaign && tests.is_ok() {
         chaos_after_tests(60)
