@@ -179,7 +179,7 @@ pub(crate) enum Command {
     /// Publish events that were written with the data of your own database
     #[command(subcommand)]
     Outbox(crate::commands::outbox::OutboxCommand),
-    /// Carry events from one engine to another: for as long as it runs, or to move house
+    /// Carry events from one engine to another, until Ctrl-C or (to move to another engine) until nothing is left
     Bridge(Box<crate::commands::bridge::BridgeArgs>),
     /// A small shop on a new file: publishes, handles, fails, retries, dead-letters. It replaces
     /// the everbus-demo.db of an earlier demo, and no other file
@@ -275,7 +275,7 @@ pub(crate) struct PublishArgs {
     #[arg(long)]
     pub(crate) key: Option<String>,
 
-    /// For whom the event is
+    /// The tenant that the event belongs to
     #[arg(long)]
     pub(crate) tenant: Option<String>,
 
@@ -283,15 +283,15 @@ pub(crate) struct PublishArgs {
     #[arg(long)]
     pub(crate) app: Option<String>,
 
-    /// The thing it is about
+    /// The entity it is about
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
     pub(crate) entity: Option<Entity>,
 
-    /// Ties together everything one request caused
+    /// The correlation id, shared by all events that one request caused
     #[arg(long, value_name = "ID")]
     pub(crate) correlation_id: Option<String>,
 
-    /// Who emitted it
+    /// The source: the program or service that emits it
     #[arg(long)]
     pub(crate) source: Option<String>,
 
@@ -308,11 +308,11 @@ pub(crate) struct PublishArgs {
     )]
     pub(crate) version: u32,
 
-    /// What the payload is, if not JSON
+    /// The content type of the payload, if it is not JSON
     #[arg(long, value_name = "MIME")]
     pub(crate) content_type: Option<String>,
 
-    /// How long it is wanted: 90s, 12h, 7d. After that it may be removed, once every group is done with it
+    /// Its time to live: 90s, 12h, 7d. After that it may be removed, once every group is done with it
     #[arg(long, value_name = "DURATION", value_parser = when::parse_length, allow_hyphen_values = true)]
     pub(crate) ttl: Option<Duration>,
 

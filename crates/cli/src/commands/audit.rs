@@ -86,11 +86,11 @@ pub(crate) struct RecordArgs {
     #[arg(long)]
     tenant: Option<String>,
 
-    /// Ties together everything one request caused
+    /// The correlation id, shared by all events that one request caused
     #[arg(long, value_name = "ID")]
     correlation_id: Option<String>,
 
-    /// The trace it happened in
+    /// The id of the trace
     #[arg(long, value_name = "ID")]
     trace_id: Option<String>,
 }

@@ -76,7 +76,7 @@ pub(crate) struct BridgeArgs {
     #[arg(long, value_name = "WHERE", default_value = "first", value_parser = when::parse_start, allow_hyphen_values = true)]
     start: StartFrom,
 
-    /// Keep the order of each key also if the bridge is killed; slower
+    /// Keep the order of each key even if the bridge is killed; slower
     #[arg(long)]
     ordered: bool,
 

@@ -38,7 +38,7 @@ pub(crate) struct HealthArgs {
 /// When a task is not healthy.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Limits {
-    /// A task that runs for longer is overtime
+    /// A task that runs longer than this is overtime
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = when::parse_limit)]
     overtime: Duration,
 
@@ -46,7 +46,7 @@ pub(crate) struct Limits {
     #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = when::parse_limit)]
     heartbeat: Duration,
 
-    /// A task that waits for a worker for longer is named
+    /// A task that waits longer than this for a worker is listed
     #[arg(long, value_name = "DURATION", default_value = "15m", value_parser = when::parse_limit)]
     pending: Duration,
 }

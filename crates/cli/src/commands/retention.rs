@@ -301,7 +301,7 @@ async fn prune(
     bar.finish_and_clear();
     if let Taken::Yes(turn) = turn {
         let result = pruned.as_ref().map(drop).map_err(ToString::to_string);
-        // A run that took longer than `HOLD` has lost the duty, which is no failure.
+        // A run that took longer than `HOLD` has lost the duty. That is not a failure.
         let _ = turn.finish(result, &SystemClock).await;
     }
     if pruned.is_ok() {

@@ -104,7 +104,7 @@ pub(crate) struct WorkerArgs {
     #[arg(long = "exit-code", value_name = "CODE=CATEGORY")]
     codes: Vec<String>,
 
-    /// The category of failures that nothing else tells
+    /// The category of failures for which no other rule gives one
     #[arg(long, value_name = "CATEGORY", default_value = "server-error", value_parser = parse_category)]
     otherwise: ErrorCategory,
 
@@ -129,7 +129,7 @@ enum OutputAs {
     Text,
     /// It is dropped
     Nothing,
-    /// It is for people; the output is JSON on the file descriptor EVERBUS_OUTPUT_FD
+    /// It is text for people; the output is JSON on the file descriptor EVERBUS_OUTPUT_FD
     Descriptor,
 }
 
