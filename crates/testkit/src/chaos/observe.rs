@@ -43,7 +43,7 @@ pub struct Dead {
     pub died_at: Timestamp,
 }
 
-/// An event as stored, with every place it is in for each group. Exactly one place is right.
+/// An event as stored, with its places in each group. A correct file has exactly one place per group.
 #[derive(Clone, Debug)]
 pub struct Stored {
     /// Its position in the log.

@@ -19,12 +19,12 @@ use super::{Harness, NotOffered, Outcome, Passed};
 
 /// How long to wait for something that must happen, also on a slow machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
-/// How long to watch that nothing happens.
+/// How long to wait to show that nothing happens.
 pub(crate) const QUIET: Duration = Duration::from_millis(150);
 /// The lease of [`Stage::consumer`].
 pub(crate) const LEASE: Duration = Duration::from_secs(5);
 
-/// How a scenario uses time. It is held to it on every engine.
+/// How a scenario uses time. Every engine checks that the scenario keeps to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Time {
     /// It lets no time pass.
