@@ -106,7 +106,7 @@ where
     running.join_all().await.into_iter().collect()
 }
 
-/// Fails unless the log holds exactly this many events: a rate is worth nothing if something is missing.
+/// Fails unless the log holds exactly this many events: a rate counts only if no event is missing.
 pub(crate) async fn expect_stored(bus: &Bus, events: u64) -> Result<()> {
     let stored = bus.log()?.head().await?.progress();
     expect(stored, events, "events are stored")
@@ -125,7 +125,7 @@ pub(crate) fn wrong(what: impl Into<String>) -> Error {
     Error::new(Code::Internal, what)
 }
 
-/// When something happened to each event, in nanoseconds of the clock that all processes see.
+/// A time for each event, for example when it was handled, in nanoseconds of a clock that all processes share.
 #[derive(Clone)]
 pub(crate) struct Moments(Arc<[AtomicU64]>);
 
