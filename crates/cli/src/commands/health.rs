@@ -14,12 +14,12 @@ use crate::when;
 const HELP: &str = "\
 A task that is being processed is
   overtime   if it has run for longer than --overtime,
-  critical   else if its lock has ended: its worker was not heard of,
+  critical   else if its lock has ended, because its worker sent no heartbeat,
   warning    else if its last event is older than two heartbeats,
-  healthy    else.
+  healthy    otherwise.
 
 The exit code is 0 if every task is healthy and none waits for too long, and 1 otherwise. `everbus schedule run \
---health CRON` checks by itself and publishes a Task Health Check each time.";
+--health CRON` runs this check at the given times and publishes a Task Health Check each time.";
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
