@@ -27,7 +27,6 @@ fn numbered_payload(n: u64) -> Bytes {
     Bytes::from(format!("{text:x<0$}\"}}", PAYLOAD - 2))
 }
 
-/// The number in a payload.
 fn number_in(payload: &[u8]) -> Option<usize> {
     std::str::from_utf8(payload.get(6..16)?).ok()?.parse().ok()
 }
@@ -64,7 +63,6 @@ impl Maker {
     }
 }
 
-/// Opens a bus on a file.
 pub(crate) async fn open(path: &Path) -> Result<Bus> {
     let path = path.to_path_buf();
     let engine = blocking(move || everbus_sqlite::open(&path, everbus_sqlite::Options::default()));

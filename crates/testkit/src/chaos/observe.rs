@@ -110,7 +110,6 @@ pub fn pending(file: &Path) -> Result<u64, Broken> {
     .map_err(Broken::at("counting what is pending"))
 }
 
-/// The ids in the log of a file.
 pub(crate) fn ids(file: &Path) -> Result<HashSet<EventId>, Broken> {
     Ok(observe(file)?.events.into_keys().collect())
 }

@@ -395,7 +395,6 @@ pub(crate) fn name(group: &str) -> GroupName {
     group.parse().unwrap()
 }
 
-/// A pattern.
 pub(crate) fn pattern(text: &str) -> Pattern {
     Pattern::new(text).unwrap()
 }
@@ -460,7 +459,6 @@ pub(crate) async fn take(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<
     taken
 }
 
-/// Takes one delivery.
 pub(crate) async fn take_one(consumer: &mut Box<dyn Consumer>) -> Delivery {
     take(consumer, 1).await.remove(0)
 }
@@ -473,7 +471,6 @@ pub(crate) async fn nothing(consumer: &mut Box<dyn Consumer>) {
     }
 }
 
-/// The positions of deliveries.
 pub(crate) fn positions(deliveries: &[Delivery]) -> Vec<Position> {
     deliveries.iter().map(|d| d.record.position).collect()
 }

@@ -91,7 +91,6 @@ impl System {
     }
 }
 
-/// A message of a user on a channel.
 pub(crate) fn message(number: u32, channel: &str, user: &str, profile: &Value) -> MessageReceived {
     MessageReceived {
         message_id: format!("m{number}"),
