@@ -29,7 +29,7 @@ struct EntryBooked {
     payment: u32,
 }
 
-/// Where this process is to die.
+/// Where this process crashes.
 #[derive(Clone, Copy)]
 struct DieAt(Option<u32>);
 
@@ -99,7 +99,7 @@ fn show_balances(file: &Path) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The process that dies: three payments go well, the fourth is its last.
+/// The process that crashes: three payments succeed, and it dies during the fourth.
 async fn first_life(file: &str) -> everbus::Result<()> {
     let bus = Bus::open(file).await?;
     bus.mount(ledger(Some(4))).await?;
@@ -111,7 +111,7 @@ async fn first_life(file: &str) -> everbus::Result<()> {
     Ok(())
 }
 
-/// The same file in another process, in which every delivery comes twice.
+/// Another process on the same file, in which every event is delivered twice.
 async fn second_life(file: &str) -> everbus::Result<()> {
     let engine = Bus::open(file).await?.engine().clone();
     let bus = Bus::builder().with_engine(Duplicator::wrap(engine))?;

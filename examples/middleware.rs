@@ -96,7 +96,7 @@ impl Service<Message> for Audited {
     }
 }
 
-/// How many handlers work in the warehouse, and how many did at most.
+/// How many handlers are in the warehouse now, and the most so far.
 #[derive(Clone, Default)]
 struct Warehouse {
     now: Arc<AtomicUsize>,

@@ -28,7 +28,7 @@ struct NotificationSent {
     order_id: String,
 }
 
-/// Stands for a service on another machine: it takes one call, refuses six, and works again.
+/// A stub for a service on another machine: it accepts one call, refuses six, and then works again.
 #[derive(Clone, Default)]
 struct NotificationService {
     calls: Arc<AtomicU32>,

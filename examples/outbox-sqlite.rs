@@ -18,12 +18,12 @@ struct OrderPlaced {
     cents: u32,
 }
 
-/// Where this process is to die.
+/// Where this process crashes.
 #[derive(Clone, Copy, PartialEq)]
 enum Death {
-    /// The order is written, its event is not.
+    /// After the order was written and before its event was.
     BetweenTheWrites(u32),
-    /// Both are committed, but the event is not published yet.
+    /// After both were committed and before the event was published.
     BeforePublishing(u32),
 }
 
@@ -54,7 +54,7 @@ fn place(db: &mut Connection, order: u32, death: Death) -> Result<(), Box<dyn Er
     Ok(())
 }
 
-/// The service, from one start to its end.
+/// One run of the service, from its start to its end.
 fn life(file: &Path, number: &str) -> Result<(), Box<dyn Error>> {
     let mut db = open_shop(file)?;
     let (orders, death) = match number {

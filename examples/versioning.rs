@@ -7,14 +7,14 @@ use std::time::Duration;
 use everbus::{Bus, Event, Payload, Router};
 use serde::{Deserialize, Serialize};
 
-/// As it was at first.
+/// Version 1: one field for the name.
 #[derive(Serialize, Deserialize, Event)]
 #[event(type = "users.user.registered")]
 struct RegisteredV1 {
     name: String,
 }
 
-/// Names got two parts.
+/// Version 2: first and last name.
 #[derive(Serialize, Deserialize, Event)]
 #[event(type = "users.user.registered", version = 2)]
 struct RegisteredV2 {
@@ -22,7 +22,7 @@ struct RegisteredV2 {
     last: String,
 }
 
-/// Next week's: the country is new.
+/// Version 3, of next week: with a country.
 #[derive(Serialize, Deserialize, Event)]
 #[event(type = "users.user.registered", version = 3)]
 struct RegisteredV3 {
@@ -92,7 +92,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         last: "Turing".to_owned(),
     };
     bus.publish(v2).await?.settled().await?;
-    // Another service is a week ahead.
+    // Another service was deployed earlier and publishes version 3 already.
     let v3 = RegisteredV3 {
         first: "Grace".to_owned(),
         last: "Hopper".to_owned(),

@@ -36,7 +36,7 @@ fn run(program: &str) -> String {
     stdout
 }
 
-/// The lines of the output that are about something, without what surrounds it.
+/// The lines of the output that begin with a text, trimmed.
 fn lines<'a>(output: &'a str, about: &str) -> Vec<&'a str> {
     let all = output.lines().map(str::trim);
     all.filter(|line| line.starts_with(about)).collect()

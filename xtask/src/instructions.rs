@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::run::Failed;
 
-/// What is counted, and what it includes.
+/// The modes of the bench, and what each of them includes.
 const PARTS: &[(&str, &str)] = &[
     ("publish", "publish to the memory engine"),
     ("engine", "publish, fetch, bare call, settle"),

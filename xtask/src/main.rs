@@ -156,7 +156,7 @@ fn compat(arguments: &[String]) -> Result<(), Failed> {
     ];
     let table = ["test", "--package", "everbus-testkit", "--lib", "compat"];
     let write = |cargo: Cargo| cargo.env("EVERBUS_WRITE_COMPAT", "1").run();
-    // Of the test binaries only the module in which the suite is expanded.
+    // Runs only the module in which the suite is expanded.
     write(Cargo::new(&engines).args(&["conformance::".to_owned()]))?;
     write(Cargo::new(&table))
 }
@@ -193,7 +193,7 @@ fn bench_servers(what: &str, arguments: &[String]) -> Result<(), Failed> {
     Cargo::new(&fixed).args(arguments).run()
 }
 
-/// Runs the benchmarks and keeps what came out as the last results, with the commit they are of.
+/// Runs the benchmarks and records their results, with the commit.
 fn record(arguments: &[String]) -> Result<(), Failed> {
     if arguments.iter().any(|a| a == "--quick" || a == "--events") {
         return Err(Failed::usage("a run of another size is not recorded"));

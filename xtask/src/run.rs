@@ -95,7 +95,7 @@ impl Cargo {
         }
     }
 
-    /// Runs it, shows what it says on standard error, and returns what it printed.
+    /// Runs it, passes its standard error on, and returns its standard output.
     pub(crate) fn output(mut self) -> Result<String, Failed> {
         println!("> {}", self.shown);
         let cannot = |e| Failed::new(format!("cannot run {}: {e}", self.shown));
@@ -135,7 +135,7 @@ impl Cargo {
     }
 }
 
-/// What another program prints, run from the root of the workspace.
+/// The output of another program, run from the root of the workspace.
 pub(crate) fn output(program: &str, arguments: &[&str]) -> Result<String, Failed> {
     Cargo::program(Path::new(program), arguments).output()
 }

@@ -8,7 +8,7 @@ use crate::tools::{PAUSE, apt_get, is_root, pip_install, repeatedly, succeed, wo
 
 struct Server {
     name: &'static str,
-    /// Whether it is there.
+    /// Whether it is installed.
     found: fn() -> bool,
     from: From,
     /// The tests that need it.
@@ -113,7 +113,7 @@ const SERVERS: &[Server] = &[
     },
     Server {
         name: "Apache Kafka",
-        // Its tests take too long for every run: they run by hand.
+        // Its tests take too long for every run, so they run only on request.
         found: || !by_hand() || cache().join(KAFKA).join("template-3").is_dir(),
         from: From::Script(KAFKA, include_str!("kafka.sh")),
         tests: "with Kafka",
@@ -130,12 +130,12 @@ const FASTSTREAM: &str = "faststream-latest";
 const CLOUDEVENTS: &str = "cloudevents-2";
 const SCHEMATHESIS: &str = "schemathesis-4";
 
-/// Whether the tests with Kafka are asked for.
+/// Whether the tests with Kafka are requested.
 fn by_hand() -> bool {
     std::env::var("EVERBUS_KAFKA").is_ok_and(|set| set == "1")
 }
 
-/// Installs what is missing, if that needs no question, and says what is missing after that.
+/// Installs missing servers if that needs no password, and prints which are still missing.
 pub(crate) fn install() {
     for server in SERVERS.iter().filter(|server| !(server.found)()) {
         let installed = if is_root() {
@@ -165,7 +165,7 @@ impl From {
         repeatedly("installing a server", PAUSE, || match self {
             Self::Apt(packages) => {
                 let install = ["install", "--yes", "--no-install-recommends"];
-                // The package lists that are there may be good enough without this.
+                // If this fails, the existing package lists may be sufficient.
                 let _ = succeed(apt_get().arg("update"));
                 if packages.contains(&"postgresql") {
                     succeed(apt_get().args(install).arg("postgresql-common"))?;
@@ -220,7 +220,7 @@ fn without_cluster() -> Result<(), Failed> {
 fn without_services() -> Result<Quiet, Failed> {
     use std::os::unix::fs::PermissionsExt as _;
     let file = Path::new("/usr/sbin/policy-rc.d");
-    // A policy that is there is that of the machine.
+    // An existing policy belongs to the machine and is not replaced.
     if file.exists() {
         return Ok(Quiet(None));
     }
@@ -249,7 +249,7 @@ fn in_versions(program: &str) -> bool {
     places.any(|place| place.is_file())
 }
 
-/// Where servers go that are no packages of the system. `crates/testkit/src/servers/mod.rs` has the same rule.
+/// The folder for servers that are not packages of the system. `crates/testkit/src/servers/mod.rs` has the same rule.
 fn cache() -> PathBuf {
     let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
     if let Some(folder) = set("EVERBUS_SERVERS") {

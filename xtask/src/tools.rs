@@ -34,8 +34,7 @@ const TOOLS: &[Tool] = &[
     },
 ];
 
-/// Installs missing tools if that needs no question (as root, with `apt-get`); otherwise prints what to
-/// install.
+/// Installs missing tools if that needs no password (as root, with `apt-get`); otherwise prints what to install.
 pub(crate) fn install() -> Result<(), Failed> {
     let missing = || TOOLS.iter().filter(|tool| !works(tool.program, tool.probe));
     let packages: Vec<&str> = missing().map(|tool| tool.package).collect();
@@ -46,7 +45,7 @@ pub(crate) fn install() -> Result<(), Failed> {
         println!("> apt-get install {}", packages.join(" "));
         // A mirror may be slow or unreachable for a moment, and another program may hold the lock.
         repeatedly("installing packages", PAUSE, || {
-            // The package lists that are there may be good enough without this.
+            // If this fails, the existing package lists may be sufficient.
             let updated = succeed(apt_get().arg("update"));
             let install = ["install", "--yes", "--no-install-recommends"];
             succeed(apt_get().args(install).args(&packages)).map_err(|failed| match &updated {
@@ -78,8 +77,8 @@ pub(crate) fn pip_install() -> Command {
     let mut pip = Command::new("python3");
     pip.args(["-m", "pip", "install", "--quiet", "--no-input"])
         .args(["--retries", "5", "--timeout", "60"])
-        // A Python that belongs to the system's packages would refuse, and pip warns of root; one that
-        // knows nothing of that ignores the variables.
+        // Without these variables, pip refuses to change the Python of the system, and warns when it runs as root. An
+        // older pip ignores them.
         .env("PIP_BREAK_SYSTEM_PACKAGES", "1")
         .env("PIP_ROOT_USER_ACTION", "ignore");
     pip

@@ -17,7 +17,7 @@ use crate::{blocking, failed, sample};
 /// Prints a line at once.
 pub type Say<'a> = dyn FnMut(String) + 'a;
 
-/// Publishes events, takes all of them in flight, says so, and waits to be killed.
+/// Publishes events, fetches all of them, prints a line, and waits to be killed.
 pub(crate) const HOLD: &str = "hold";
 /// Publishes and handles events, then prints its resident memory.
 pub(crate) const HANDLE: &str = "handle";
@@ -67,7 +67,7 @@ impl Part {
 
 impl Drop for Part {
     fn drop(&mut self) {
-        // Killing what has ended is harmless.
+        // Killing a process that has ended is harmless.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

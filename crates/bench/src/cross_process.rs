@@ -11,7 +11,7 @@ use crate::end_to_end::until_idle;
 use crate::sample::{self, Maker, Moments, median, percentile};
 use crate::{Bench, Figure};
 
-/// Not a multiple of the engine's poll interval, so that commits fall anywhere in it.
+/// Not a multiple of the engine's poll interval, so that commits come at any point of the interval.
 const PERIOD: Duration = Duration::from_millis(7);
 const LIMIT_US: f64 = 50_000.0;
 

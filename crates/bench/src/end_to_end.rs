@@ -72,7 +72,7 @@ pub(crate) async fn through(bus: &Bus, events: u64, idempotent: bool) -> Result<
     publishing.await?;
     until_idle(bus).await?;
     let took = began.elapsed();
-    // A rate is worth nothing if not everything was done.
+    // A rate counts only if every event was stored and handled.
     sample::expect_stored(bus, each * PUBLISHERS).await?;
     let handled = handled.load(Ordering::Relaxed);
     sample::expect(handled, each * PUBLISHERS, "events were handled")?;

@@ -109,7 +109,7 @@ pub struct Bench {
     pub quick: bool,
     /// How many events the throughput scenarios use in each round, if not their usual number.
     pub events: Option<u64>,
-    /// Gets messages about the progress, for people who wait.
+    /// Called with messages about the progress.
     pub say: Box<dyn Fn(String)>,
     /// The scenario that is measured.
     pub scenario: Cell<&'static str>,

@@ -1,5 +1,5 @@
-//! A publisher that keeps its rate whatever happens: it never waits for one publish before the next. So a
-//! stall delays every publish that begins meanwhile, and each of them is counted.
+//! A publisher with a constant rate (open loop): it does not wait for one publish before it begins the next. So a
+//! stall delays every publish that begins during it, and each of these latencies is counted.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

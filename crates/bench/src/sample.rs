@@ -27,7 +27,6 @@ fn numbered_payload(n: u64) -> Bytes {
     Bytes::from(format!("{text:x<0$}\"}}", PAYLOAD - 2))
 }
 
-/// The number in a payload.
 fn number_in(payload: &[u8]) -> Option<usize> {
     std::str::from_utf8(payload.get(6..16)?).ok()?.parse().ok()
 }
@@ -64,7 +63,6 @@ impl Maker {
     }
 }
 
-/// Opens a bus on a file.
 pub(crate) async fn open(path: &Path) -> Result<Bus> {
     let path = path.to_path_buf();
     let engine = blocking(move || everbus_sqlite::open(&path, everbus_sqlite::Options::default()));
@@ -106,7 +104,7 @@ where
     running.join_all().await.into_iter().collect()
 }
 
-/// Fails unless the log holds exactly this many events: a rate is worth nothing if something is missing.
+/// Fails unless the log holds exactly this many events: a rate counts only if no event is missing.
 pub(crate) async fn expect_stored(bus: &Bus, events: u64) -> Result<()> {
     let stored = bus.log()?.head().await?.progress();
     expect(stored, events, "events are stored")
@@ -125,7 +123,7 @@ pub(crate) fn wrong(what: impl Into<String>) -> Error {
     Error::new(Code::Internal, what)
 }
 
-/// When something happened to each event, in nanoseconds of the clock that all processes see.
+/// A time for each event, for example when it was handled, in nanoseconds of a clock that all processes share.
 #[derive(Clone)]
 pub(crate) struct Moments(Arc<[AtomicU64]>);
 

@@ -1,4 +1,4 @@
-//! Catching up of a group that wants one event in 10,000: the other events must cost it little.
+//! How fast a group catches up that wants one event in 10,000: it must pass the other events quickly.
 
 use std::time::{Duration, Instant};
 

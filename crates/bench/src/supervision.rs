@@ -1,4 +1,4 @@
-//! What child processes cost: one under supervision beside a bare one, and the heartbeats of 200 that run.
+//! The cost of child processes: a supervised one beside a bare one, and the heartbeats of 200 running ones.
 
 use std::process::{Command, Stdio};
 use std::sync::Arc;

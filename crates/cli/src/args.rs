@@ -40,10 +40,10 @@ const CHECK_HELP: &str = "\
 reads the configuration instead, reports everything that is wrong with it, each with line and \
 column, shows which event types are in which stream, and warns if this build has no engine for its \
 broker. Its variables must be set as for \
-the program that will use it. No event is touched and nothing is connected to.
+the program that will use it. The command touches no event and connects to no server.
 
-The objects of large events are checked with the file: whether each is there and has its length, \
-with --deep whether it has its SHA-256. They are looked for beside the file; if the configuration \
+The objects of large events are checked with the file: whether each exists and has its length, \
+and with --deep also its SHA-256. The command looks for them beside the file. If the configuration \
 names other places (overflow.url, overflow.also_read), set EVERBUS_CONFIG to it.";
 
 /// Reliable events in a file: publish, follow, and repair what failed.
@@ -179,7 +179,7 @@ pub(crate) enum Command {
     /// Publish events that were written with the data of your own database
     #[command(subcommand)]
     Outbox(crate::commands::outbox::OutboxCommand),
-    /// Carry events from one engine to another: for as long as it runs, or to move house
+    /// Carry events from one engine to another, until Ctrl-C or (to move to another engine) until nothing is left
     Bridge(Box<crate::commands::bridge::BridgeArgs>),
     /// A small shop on a new file: publishes, handles, fails, retries, dead-letters. It replaces
     /// the everbus-demo.db of an earlier demo, and no other file
@@ -227,14 +227,14 @@ pub(crate) enum Command {
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-With - as the payload, each line of standard input is one payload; empty lines are skipped. What \
-commits is printed as it commits. A line that is not a valid payload ends the command with its \
-line number and exit code 2; every line before it has been published, no line after it. Ctrl-C \
-lets what is under way commit and prints it; what was printed is stored, and nothing else is.
+With - as the payload, each line of standard input is one payload; empty lines are skipped. Each event \
+is printed once it is stored. A line that is not a valid payload ends the command with its \
+line number and exit code 2; every line before it has been published, no line after it. After Ctrl-C \
+the command stores and prints the batch under way and ends; exactly the printed events are stored.
 
-With --dialect what is given is not a payload but a whole document, which says type, id and all else \
-itself: everbus publish --dialect omni --payload @event.json, or --dialect cloudevents - for one \
-document per line. An outbox envelope has no type of its own, so the type stands before it.")]
+With --dialect the input is not a payload but a whole document, which contains type, id and all other \
+fields: everbus publish --dialect omni --payload @event.json, or --dialect cloudevents - for one \
+document per line. An outbox envelope contains no type, so give the type before it.")]
 pub(crate) struct PublishArgs {
     /// The type of the event, for example order.placed
     #[arg(value_name = "TYPE", required_unless_present = "dialect")]
@@ -275,7 +275,7 @@ pub(crate) struct PublishArgs {
     #[arg(long)]
     pub(crate) key: Option<String>,
 
-    /// For whom the event is
+    /// The tenant that the event belongs to
     #[arg(long)]
     pub(crate) tenant: Option<String>,
 
@@ -283,15 +283,15 @@ pub(crate) struct PublishArgs {
     #[arg(long)]
     pub(crate) app: Option<String>,
 
-    /// The thing it is about
+    /// The entity it is about
     #[arg(long, value_name = "TYPE:ID", value_parser = parse_entity)]
     pub(crate) entity: Option<Entity>,
 
-    /// Ties together everything one request caused
+    /// The correlation id, shared by all events that one request caused
     #[arg(long, value_name = "ID")]
     pub(crate) correlation_id: Option<String>,
 
-    /// Who emitted it
+    /// The source: the program or service that emits it
     #[arg(long)]
     pub(crate) source: Option<String>,
 
@@ -308,11 +308,11 @@ pub(crate) struct PublishArgs {
     )]
     pub(crate) version: u32,
 
-    /// What the payload is, if not JSON
+    /// The content type of the payload, if it is not JSON
     #[arg(long, value_name = "MIME")]
     pub(crate) content_type: Option<String>,
 
-    /// How long it is wanted: 90s, 12h, 7d. After that it may be removed, once every group is done with it
+    /// Its time to live: 90s, 12h, 7d. After that it may be removed, once every group is done with it
     #[arg(long, value_name = "DURATION", value_parser = when::parse_length, allow_hyphen_values = true)]
     pub(crate) ttl: Option<Duration>,
 
@@ -352,9 +352,9 @@ pub(crate) struct PublishArgs {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 With --group, an event is handled once it is printed. Into a pipe, events go one by one, and each \
-is handled once the reader has taken it out of the pipe: `everbus tail --group g | head -1` takes \
-one event. What a reader took and did not use counts as handled all the same; --limit N is the \
-exact way to take N events.")]
+is handled once the reader has read it from the pipe: `everbus tail --group g | head -1` takes \
+one event. An event that the reader read and did not use counts as handled too; use --limit N to take \
+exactly N events.")]
 pub(crate) struct TailArgs {
     /// Which types: order.placed, order.*, order.>; everything if none is given
     #[arg(value_name = "PATTERN", value_parser = parse_pattern)]

@@ -1,4 +1,4 @@
-//! Ctrl-C, and the signal with which a supervisor ends a process. Both are remembered from the moment the
+//! Ctrl-C, and SIGTERM, with which a supervisor ends a process. Both are remembered from the moment the
 //! command begins, so that none is missed between two waits.
 
 use tokio::sync::watch;

@@ -74,7 +74,7 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// The runtime panics if it needs a file descriptor and none is left, so a few are tried first.
+/// The runtime panics if it needs a file descriptor and none is left, so this opens a few files first.
 fn enough_descriptors() -> std::io::Result<()> {
     let opened: std::io::Result<Vec<_>> =
         (0..8).map(|_| std::fs::File::open("/dev/null")).collect();

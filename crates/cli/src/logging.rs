@@ -69,7 +69,7 @@ fn with_traces(
 /// The log lines.
 fn lines(args: &Args) -> Layer {
     let level = match args.verbose {
-        // These commands fail on purpose, and print it themselves.
+        // These commands fail on purpose, and print the failures themselves.
         0 if matches!(args.command, Some(Command::Demo | Command::Bench(_))) => "off",
         0 if matches!(&args.command, Some(Command::Serve(serve)) if serve.demo) => "off",
         0 => "warn",

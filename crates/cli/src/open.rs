@@ -37,7 +37,7 @@ pub(crate) struct Target {
     busy_timeout: Duration,
     /// Whether wildcards also find streams of other programs.
     adopts_streams: bool,
-    /// Whether it was printed that the command waits, or need not be.
+    /// Whether the message "still waiting" was printed, or must not be printed.
     told: Arc<AtomicBool>,
 }
 
@@ -80,7 +80,7 @@ impl Target {
             max_payload: args.max_payload,
             busy_timeout: args.busy_timeout,
             adopts_streams: false,
-            // With JSON output nothing is said about waiting.
+            // With JSON output the command prints no message about waiting.
             told: Arc::new(AtomicBool::new(args.output == OutputFormat::Json)),
         })
     }
@@ -164,7 +164,7 @@ impl Target {
 }
 
 impl Place {
-    /// The place, by the strongest setting that names one, and whether that is the configuration file.
+    /// The place, from the setting with the highest precedence, and whether that setting is the configuration file.
     fn choose(args: &Args, config: Option<&(PathBuf, Config)>) -> Outcome<(Self, bool)> {
         let given = |place| Ok((place, false));
         if let Some(path) = &args.db {
@@ -423,8 +423,8 @@ impl Target {
         }
     }
 
-    /// Waits for work that writes to the file, and says so once if it takes long: most likely another program
-    /// holds a lock on it.
+    /// Waits for work that writes to the file. If it takes long, prints a message once: most likely another program
+    /// holds a lock on the file.
     pub(crate) async fn patiently<T>(&self, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
         tokio::select! {
@@ -449,8 +449,8 @@ impl Target {
     }
 }
 
-/// Copies into the store what the broker has and the store has not, and continues while the command runs.
-/// Reports what is still missing after a while.
+/// Copies events that only the broker has into the store, and continues while the command runs. Reports how many
+/// are still missing after a while.
 async fn catch_up(engine: &Engine) -> Outcome {
     let Some(archive) = &engine.background else {
         return Ok(());
@@ -487,7 +487,7 @@ fn without_access(url: &str) -> String {
     format!("{scheme}://{place}{schema}")
 }
 
-/// A variable of the environment that is set to something.
+/// A variable of the environment that is set and not empty.
 fn variable(name: &str) -> Option<std::ffi::OsString> {
     std::env::var_os(name).filter(|value| !value.is_empty())
 }

@@ -83,7 +83,7 @@ impl Stop {
         }
     }
 
-    /// Says on standard error what happened and returns the exit code.
+    /// Prints on standard error what happened, and returns the exit code.
     pub(crate) fn report(&self, format: OutputFormat) -> ExitCode {
         if let Some(report) = self.describe() {
             let text = match format {
@@ -93,7 +93,7 @@ impl Stop {
                 }
                 OutputFormat::Text => report.to_text(),
             };
-            // If standard error is closed, the exit code still says it.
+            // If standard error is closed, the exit code still reports the failure.
             let _ = io::Write::write_all(&mut io::stderr(), text.as_bytes());
         }
         ExitCode::from(self.exit_code())

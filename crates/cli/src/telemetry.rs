@@ -1,7 +1,7 @@
 //! Traces by OTLP (HTTP and protobuf): the request, the event, its handlers and what they publish are one trace.
 //!
-//! The exporter runs on a thread of its own. A receiver that is slow or down holds up nothing: spans that do not fit
-//! into the queue are dropped.
+//! The exporter runs on a thread of its own. A receiver that is slow or down does not delay the command: spans that do
+//! not fit into the queue are dropped.
 
 use std::pin::Pin;
 use std::time::Duration;
@@ -38,7 +38,7 @@ impl Telemetry {
         .any(|name| std::env::var_os(name).is_some_and(|value| !value.is_empty()))
     }
 
-    /// Begins to send. The environment is stronger than the address of the configuration.
+    /// Begins to send. The environment takes precedence over the address of the configuration.
     pub(crate) fn start(endpoint: Option<&str>) -> Result<Self, String> {
         let client = Client {
             runtime: tokio::runtime::Builder::new_current_thread()

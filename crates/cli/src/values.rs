@@ -5,7 +5,7 @@ use everbus_core::{
     AuditHead, DeadLetterKey, Entity, Error, GroupName, PageCursor, Pattern, Shard,
 };
 
-/// A page of anything has at most this many.
+/// A page of any list has at most this many entries.
 const MOST_ON_A_PAGE: usize = 10_000;
 
 pub(crate) fn parse_pair(text: &str) -> Result<(String, String), String> {

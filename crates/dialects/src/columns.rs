@@ -72,8 +72,8 @@ fn known_as(event: &Event, id: EventId) -> Result<Event> {
         .build()
 }
 
-/// The tenant of a row: that of its event. A row that Everbus wrote has it in its `id` too, also if the
-/// event cannot be read.
+/// The tenant of a row: the tenant of its event. A row that Everbus wrote has the tenant in its `id` too, which
+/// helps if the event cannot be read.
 pub fn tenant(event: &Result<Event>, id: &str, has_attributes: bool) -> Option<String> {
     match event {
         Ok(event) => event.tenant().map(str::to_owned),

@@ -1,5 +1,5 @@
-//! The envelope of the *outbox* specification, and what it has no place for. The code is
-//! written by hand, because it runs in the user's transaction.
+//! The envelope of the *outbox* specification, and the attributes that it cannot carry. The serialisation is
+//! written by hand for speed, because it runs in the user's transaction.
 //!
 //! The document is the one that [`encode`](crate::encode) writes, byte for byte; a test compares the two.
 
@@ -24,11 +24,11 @@ const SPELLING: &str = "outbox:";
 pub struct Written {
     /// The envelope.
     pub payload: String,
-    /// What the envelope has no place for, as JSON; `{}` if nothing is left over.
+    /// The attributes that the envelope cannot carry, as JSON; `{}` if there are none.
     pub attributes: Cow<'static, str>,
 }
 
-/// What the envelope has no place for.
+/// The attributes that the envelope cannot carry.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(default)]
 struct Rest<'a> {

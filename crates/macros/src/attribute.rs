@@ -7,7 +7,7 @@ use crate::{suggest, type_name};
 
 const KEYS: [&str; 5] = ["type", "version", "key", "tenant", "entity"];
 
-/// What `#[event(…)]` says.
+/// The content of `#[event(…)]`.
 pub(crate) struct EventAttribute {
     pub(crate) event_type: LitStr,
     pub(crate) version: u32,
@@ -125,7 +125,7 @@ fn is_event(attribute: &Attribute) -> bool {
     attribute.path().is_ident("event")
 }
 
-/// The compiler takes the attribute on fields and variants too, where it would say nothing.
+/// Refuses the attribute on fields and variants. The compiler accepts it there, but it would have no effect.
 fn refuse_on_parts(data: &Data) -> Result<()> {
     let refuse = |attributes: &[Attribute]| match attributes.iter().find(|a| is_event(a)) {
         Some(attribute) => Err(Error::new_spanned(

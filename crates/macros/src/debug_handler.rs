@@ -1,5 +1,5 @@
-//! `#[debug_handler]`: asks the compiler about each part of a handler alone, so that it points at the part
-//! that is at fault.
+//! `#[debug_handler]`: lets the compiler check each part of a handler separately, so that the error points at the
+//! part that is wrong.
 
 use proc_macro2::{Span, TokenStream, TokenTree};
 use quote::{ToTokens, quote, quote_spanned};
@@ -8,7 +8,7 @@ use syn::{Error, FnArg, GenericParam, ItemFn, Result, ReturnType, Signature, Typ
 /// As many parameters as `Handler` is implemented for.
 const MOST_PARAMETERS: usize = 8;
 
-/// The function as it was written, and the questions about it.
+/// The function as it was written, and one check for each of its parts.
 pub(crate) fn expand(arguments: &TokenStream, function: &TokenStream) -> TokenStream {
     let asked = questions(arguments, function);
     let asked = asked.unwrap_or_else(Error::into_compile_error);
@@ -33,7 +33,7 @@ fn questions(arguments: &TokenStream, function: &TokenStream) -> Result<TokenStr
         quote_spanned!(at=> ::everbus::__private::is_extractor::<#ty>();)
     });
     let outcome = match &sig.output {
-        // What hides behind `impl Trait` cannot be named here. The compiler looks at it where the
+        // The type behind `impl Trait` cannot be named here. The compiler checks it where the
         // function is used.
         ReturnType::Type(_, ty) if !has_impl(ty.to_token_stream()) => {
             let at = at(ty);
@@ -54,7 +54,7 @@ fn questions(arguments: &TokenStream, function: &TokenStream) -> Result<TokenStr
     })
 }
 
-/// The types of the parameters, if a handler can have such parameters at all.
+/// The types of the parameters. Refuses parameters that no handler can have.
 fn parameters(sig: &Signature) -> Result<Vec<&Type>> {
     let generic =
         "#[debug_handler] cannot look into a generic function: try it with the types filled in";

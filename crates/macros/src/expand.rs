@@ -54,7 +54,7 @@ pub(crate) fn expand(input: &DeriveInput) -> Result<TokenStream> {
             }
 
             fn schema() -> ::core::option::Option<::everbus::__private::Value> {
-                // Which of the two answers depends on whether the type has a schema.
+                // The compiler selects one of the two methods: it depends on whether the type has a schema.
                 #[allow(unused_imports)]
                 use ::everbus::__private::{KnownSchema as _, NoSchema as _};
                 (&::everbus::__private::SchemaOf::<Self>::NEW).json_schema()
@@ -96,7 +96,7 @@ pub(crate) fn expand(input: &DeriveInput) -> Result<TokenStream> {
     })
 }
 
-/// The text of a field that the attribute names. Should the field not be `Display`, the compiler
+/// The text of a field that the attribute names. If the field does not implement `Display`, the compiler
 /// points at that name.
 fn shown(input: &DeriveInput, role: &str, field: &LitStr) -> Result<TokenStream> {
     let field_name = find(input, role, field)?;

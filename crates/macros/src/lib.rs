@@ -1,5 +1,5 @@
 //! `#[derive(Event)]`, which makes a serde type publishable as one type of event, and `#[debug_handler]`,
-//! which says why a function is no handler.
+//! which shows why a function is not a handler.
 //!
 //! Use them as `everbus::Event` and `everbus::debug_handler`; the generated code names everything through `::everbus`, so that crate
 //! must be a dependency under its own name.
@@ -31,12 +31,12 @@ use syn::{DeriveInput, parse_macro_input};
 /// | `tenant = "field"` | the field that is the tenant |
 /// | `entity("ORDER", "field")` | the kind of thing the event is about, and the field that says which one |
 ///
-/// The fields named are shown with `Display`. They stay in the payload as well.
+/// The text of these fields comes from `Display`. The fields stay in the payload as well.
 ///
 /// # JSON Schema
 ///
 /// If the type derives `JsonSchema` too, `TypedEvent::schema` gives its JSON Schema (draft 7, of what
-/// the type reads); otherwise there is none, and that is no error. `JsonSchema` must be the one of
+/// the type reads). A type without `JsonSchema` has no schema, which is not an error. `JsonSchema` must be the one of
 /// `everbus::schemars`, or of the same major version:
 ///
 /// ```text
@@ -58,11 +58,11 @@ pub fn derive_event(input: TokenStream) -> TokenStream {
         .into()
 }
 
-/// Says which part of an async function keeps it from being a handler. It changes nothing else.
+/// Shows which part of an async function keeps it from being a handler. It changes nothing else.
 ///
-/// Where a function is used that is no handler, the compiler only says that much. With this attribute on the
-/// function it points at the parameter that cannot be taken from an event, at a result that a handler cannot
-/// return, or at the value that keeps the future from being `Send`.
+/// Without it the compiler only says that the function is not a handler. With it, the error points at the parameter
+/// that cannot be taken from an event, at the result that a handler cannot return, or at the value that keeps the
+/// future from being `Send`.
 ///
 /// ```text
 /// #[everbus::debug_handler]

@@ -1,4 +1,4 @@
-//! The known name that a misspelt one was probably meant to be.
+//! Suggests the known name that is most similar to a misspelt one.
 
 /// The nearest of the known names, if it is at most a third of the name (or two letters) away.
 pub(crate) fn nearest<S: AsRef<str>>(name: &str, known: impl IntoIterator<Item = S>) -> Option<S> {

@@ -1,7 +1,7 @@
 //! The rules for event types, checked while the program compiles.
 //!
-//! They are those of `everbus_core::builder::validate_type`, written out because a macro should not
-//! make every build compile the core twice; a test holds the two together.
+//! They repeat `everbus_core::builder::validate_type`, because with a dependency on the core every build would
+//! compile the core twice. A test compares the two.
 
 const MAX_CHARS: usize = 255;
 

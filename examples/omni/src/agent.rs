@@ -1,4 +1,4 @@
-//! Questions to an agent: what was asked and answered is kept as payload stages.
+//! Questions to an agent: requests and answers are kept as payload stages.
 
 use std::fmt;
 use std::future::Future;
@@ -20,7 +20,7 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// An agent that is asked by this function.
+    /// An agent whose answers come from this function.
     pub fn new<F>(ask: impl Fn(AgentRequest) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = Result<AgentReply, String>> + Send + 'static,
@@ -30,7 +30,7 @@ impl Agent {
         }
     }
 
-    /// The built-in agent: it repeats what it was told.
+    /// The built-in agent: it repeats the question.
     pub fn echo() -> Self {
         Self::new(|request| async move {
             Ok(AgentReply {
@@ -47,7 +47,7 @@ impl fmt::Debug for Agent {
     }
 }
 
-/// Asks the agent. A failure is an event of its own, and a retry.
+/// Asks the agent. A failure publishes an event and is retried.
 pub async fn answer(
     Payload(request): Payload<AgentRequest>,
     State(agent): State<Agent>,

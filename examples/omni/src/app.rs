@@ -15,7 +15,7 @@ use crate::sessions;
 /// The name of this service, the `source` of its events.
 pub const SOURCE: &str = "omni";
 
-/// Where the system runs, and what it is made of.
+/// The settings and the exchangeable parts of the system.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The URL of the broker: `sqlite:omni.db`, `nats://…`.
@@ -24,9 +24,9 @@ pub struct Settings {
     pub store: Option<String>,
     /// The file with persons and accounts.
     pub identities: PathBuf,
-    /// What turns files into text.
+    /// Turns files into text.
     pub pipeline: MediaPipeline,
-    /// Who answers.
+    /// Answers messages.
     pub agent: Agent,
     /// The wait before a file is tried again.
     pub retry_delay: Duration,

@@ -1,4 +1,4 @@
-//! Sends messages to their platform. Here the platform takes everything.
+//! Sends messages to their platform. In this example the platform accepts every message.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use serde_json::json;
 
 use crate::events::{MessageSending, MessageSent, SentMetadata, SentStatus};
 
-/// Sends a message, and says that it was sent.
+/// Sends a message, and publishes that it was sent.
 pub async fn send(
     Payload(message): Payload<MessageSending>,
     context: Context,

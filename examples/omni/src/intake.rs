@@ -5,7 +5,7 @@ use everbus::{Bus, Receipt, Result, TypedEvent};
 
 use crate::events::MessageReceived;
 
-/// Publishes a message that a platform sent, and keeps what the platform sent as the stage `webhook_raw`.
+/// Publishes a message from a platform, and keeps the request of the platform as the stage `webhook_raw`.
 ///
 /// The id of the event comes from the platform's id of the message: a webhook that is called twice for one
 /// message publishes it once.

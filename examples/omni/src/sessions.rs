@@ -1,7 +1,7 @@
-//! The state of each conversation, in `bus.kv("sessions")`: what was said last, and how often.
+//! The state of each conversation, in `bus.kv("sessions")`: the last message, and the number of messages.
 //!
 //! A session expires a day after its last message. Two messages of one conversation may be handled at once by
-//! two processes: each puts with the revision it read, and the one that comes second reads again.
+//! two processes: each puts with the revision that it read, and the slower one reads again.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use crate::events::{ChannelType, MessageReceived};
 
 /// The bucket.
 pub const BUCKET: &str = "sessions";
-/// A session ends when nothing was said for this long.
+/// A session ends this long after its last message.
 pub const LASTS: Duration = Duration::from_secs(24 * 3600);
 
-/// So many messages of a conversation are recognised when they come again.
+/// How many messages of a conversation are remembered, to recognise one that comes again.
 const RECENT: usize = 50;
 
 /// The state of a conversation.
@@ -28,9 +28,9 @@ pub struct Session {
     pub messages: u64,
     /// The last ones, the newest last: a message that comes twice is counted once.
     pub recent_message_ids: Vec<String>,
-    /// Its text.
+    /// The text of the last message.
     pub last_text: Option<String>,
-    /// Its time on the platform.
+    /// The platform's time of the last message.
     pub last_at: Timestamp,
 }
 
@@ -47,7 +47,7 @@ pub fn key(channel: &ChannelType, conversation: &str) -> String {
     format!("{}/{}", escaped(&channel.0), escaped(conversation))
 }
 
-/// Notes a message in the session of its conversation. A message that comes twice is noted once.
+/// Adds a message to the session of its conversation. A message that comes twice is counted once.
 pub async fn note(
     Payload(message): Payload<MessageReceived>,
     State(sessions): State<Kv>,

@@ -19,7 +19,7 @@ const HEAD: &str = "\
 pub(crate) struct Outcome {
     met: bool,
     target: String,
-    /// As they are printed, by their names in the JSON.
+    /// The figures as text, by their names in the JSON.
     figures: BTreeMap<String, String>,
     commit: String,
 }
@@ -172,7 +172,7 @@ impl Results {
     }
 }
 
-/// The scenario of a `bench:` line, and the condition of its own if it has one.
+/// The scenario of a `bench:` line, and its own condition if it has one.
 pub(crate) fn split(bench: &str) -> (&str, Option<&str>) {
     match bench.split_once(' ') {
         Some((scenario, condition)) => (scenario, Some(condition.trim())),

@@ -70,7 +70,7 @@ impl Table {
         for area in AREAS {
             let path = format!("docs/requirements/{}.txt", area.name);
             table.add_list(area.name, &path, &read(&root.join(&path))?, true);
-            // A long area may go on in files of its own.
+            // A long area may have more files, in a folder of its name.
             for path in parts_of(root, area.name)? {
                 table.add_list(
                     area.name,
@@ -206,7 +206,7 @@ impl Table {
         requirement.state(met.and_then(Result::ok))
     }
 
-    /// How many of the requirements that are chosen are in a state.
+    /// How many of the chosen requirements have this state.
     fn in_state(&self, state: State, chosen: impl Fn(&Requirement) -> bool) -> usize {
         let rows = self.requirements.iter().filter(|r| chosen(r));
         rows.filter(|r| self.state(r) == state).count()
@@ -411,7 +411,7 @@ mod tests {
                 "omni/x is in no section"
             ]
         );
-        // Other subjects have what headings they like.
+        // Other areas choose their headings freely.
         let mut t = Table::default();
         t.add_list("bus", "bus.txt", "## One\n", true);
         t.find_problems(&crate::root(), "");

@@ -114,7 +114,7 @@ impl Requirement {
         format!("{}/{}", self.area, self.id)
     }
 
-    /// Whether a tag means this requirement: by its own id, or by one of its area that is listed beside it.
+    /// Whether a tag names this requirement: by its own id, or by an id of its field `also:`.
     pub(super) fn is_named(&self, tag: &str) -> bool {
         let (area, id) = split_name(tag);
         self.area == area && (self.id == id || self.also.iter().any(|also| also == id))
@@ -124,7 +124,7 @@ impl Requirement {
         !self.tests.is_empty() || !self.conditional.is_empty()
     }
 
-    /// `met` is what the last run of its benchmark says, if it has one.
+    /// `met` is whether the last run of its benchmark met the target; `None` without a benchmark.
     pub(super) fn state(&self, met: Option<bool>) -> State {
         if self.planned.is_some() {
             State::Planned
@@ -145,7 +145,7 @@ impl Requirement {
         }
     }
 
-    /// What is wrong with the fields of this row, whatever the other rows are.
+    /// Problems with the fields of this row alone.
     pub(super) fn problems(&self) -> Vec<String> {
         let mut problems = Vec::new();
         if let Some(subject) = &self.planned {
@@ -182,7 +182,7 @@ impl Requirement {
     }
 }
 
-/// What a file says: its headings in order and its requirements.
+/// The content of a file: its headings in order and its requirements.
 #[derive(Debug, Default)]
 pub(super) struct List {
     pub(super) headings: Vec<String>,
@@ -245,7 +245,7 @@ pub(super) fn parse(area: &str, path: &str, text: &str) -> List {
     list
 }
 
-/// `embedded/dlq-list` is that; `rule-4` and `rule-4/anything` are `rules/rule-4`.
+/// Splits a name into area and id: `embedded/dlq-list` as written; `rule-4` and `rule-4/anything` are `rules/rule-4`.
 pub(super) fn split_name(name: &str) -> (&str, &str) {
     let (first, second) = name.split_once('/').unwrap_or((name, name));
     if first.starts_with("rule-") {

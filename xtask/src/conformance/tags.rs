@@ -6,7 +6,7 @@ pub(super) struct Tag {
     /// `area/id`, or `rule-4`, or `fault-7/part`.
     pub(super) name: String,
     pub(super) test: String,
-    /// What the test needs and ends early without, from the line `// needs: …` beside the tags.
+    /// What the test needs (it ends early without it), from the line `// needs: …` beside the tags.
     pub(super) needs: Option<String>,
 }
 
@@ -51,7 +51,7 @@ pub(super) fn read(file: &str, text: &str) -> Tags {
                 ));
                 continue;
             }
-            // Tests that a macro makes end early in the macro.
+            // A test that needs something "by hand" is made by a macro, and ends early inside that macro.
             (Some(needs), false) if !needs.ends_with(", by hand") => problem(format!(
                 "{} says that it needs {needs}, and never ends early for want of it",
                 test.name

@@ -91,7 +91,7 @@ impl Data {
         named(kind, entity, event_type)
     }
 
-    /// The names of the nth query: one entity after the other, in an order that looks random.
+    /// The names of the nth query: each entity in turn, in a pseudo-random order.
     pub(crate) fn asked(self, kind: Kind, n: u64) -> Names {
         let entities = self.entities(kind);
         let entity = match kind {
@@ -121,7 +121,7 @@ fn named(kind: Kind, entity: u64, event_type: &'static str) -> Names {
     }
 }
 
-/// Numbers that look random and are the same every time.
+/// Pseudo-random numbers, the same in every run.
 fn random(n: u64) -> u64 {
     let mut x = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -124,7 +124,7 @@ impl Case {
     /// How many events the page must have.
     fn expected(self, data: Data) -> Option<usize> {
         match self.kind {
-            // How many events came before some time is not known.
+            // The number of events before a given time is not known.
             _ if data.events < ENOUGH || self.until => None,
             Kind::Single => Some(1),
             Kind::Busy | Kind::Scattered => Some(PAGE),

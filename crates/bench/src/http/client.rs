@@ -54,7 +54,6 @@ impl Client {
         }
     }
 
-    /// Gets a page.
     pub(super) async fn get(&mut self, path: &str) -> Result<BytesMut> {
         self.expect(&request("GET", path, "text/plain", b""), 200)
             .await

@@ -30,8 +30,8 @@ pub(crate) enum AuditCommand {
 }
 
 const VERIFY_HELP: &str = "\
-Each record has the hash of itself and of the one before it, and the last one is also kept in \
-FILE.audit-head beside the file. A program that can write to both can still make a new trail: keep the \
+The hash of each record covers the hash of the record before it, and the last hash is also kept in \
+FILE.audit-head beside the file. A program that can write both files can still forge a whole new trail. So keep the \
 output of `everbus audit head` elsewhere, and give it here with --head.";
 
 #[derive(Debug, clap::Args)]
@@ -86,11 +86,11 @@ pub(crate) struct RecordArgs {
     #[arg(long)]
     tenant: Option<String>,
 
-    /// Ties together everything one request caused
+    /// The correlation id, shared by all events that one request caused
     #[arg(long, value_name = "ID")]
     correlation_id: Option<String>,
 
-    /// The trace it happened in
+    /// The id of the trace
     #[arg(long, value_name = "ID")]
     trace_id: Option<String>,
 }

@@ -16,11 +16,10 @@ use crate::stop::{Outcome, Stop};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-The large parts of large events are objects outside of the file. Those that the copied events refer to are
-copied into the directory FILE.objects, as second names of the same files where that can be: `everbus
-restore` brings them back, and `everbus --db FILE get ID` reads them there. A backup is complete and durable
-when the command ends with exit code 0. If an object was missing or damaged already, the rest is there, it is
-named, and the exit code is 1.")]
+The large parts of large events are objects outside of the file. The objects that the copied events refer to are \
+copied into the directory FILE.objects. `everbus restore` brings them back, and `everbus --db FILE get ID` reads \
+them there. A backup is complete and durable when the command ends with exit code 0. If an object is missing or \
+damaged, the command copies everything else, names the object, and ends with exit code 1.")]
 pub(crate) struct BackupArgs {
     /// The new file; it must not exist
     pub(crate) file: PathBuf,

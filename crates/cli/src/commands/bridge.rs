@@ -30,20 +30,20 @@ const LAST: Duration = Duration::from_secs(10);
 
 const HELP: &str = "\
 Events keep their ids, types, payloads, attributes and the order of each key; the target gives them \
-a new time of receipt. A group of the source remembers how far the bridge is, and an event counts \
-only once the target has it, so a bridge that was killed goes on where it was. A target that \
-recognises ids stores nothing twice.
+a new time of receipt. A group of the source keeps the position of the bridge, and an event counts as handled \
+only once the target has it. So a bridge that was killed continues where it was. A target that \
+recognises ids stores no event twice.
 
-An end is a file, a URL (sqlite:FILE, postgres://HOST/DATABASE, nats://HOST, redis://HOST, \
-kafka://HOST) or an everbus.yaml, which also has its credentials, streams and store. From Redis, streams \
+Source and target are a file, a URL (sqlite:FILE, postgres://HOST/DATABASE, nats://HOST, redis://HOST, \
+kafka://HOST) or an everbus.yaml, which also contains credentials, streams and store. From Redis, streams \
 that only other programs have written are carried too.
 
 To move to another engine while publishers run: bridge --until caught-up; let the publishers publish \
 to the target; bridge --until caught-up once more. It ends with exit code 0 when the target has every \
 event, and with 1 if the target refused some: those are dead letters of the bridge's group.
 
-An existing group of consumers may be named with --group once they have stopped: then the target gets \
-what that group has not handled, and nothing else.";
+--group may name an existing group of consumers after these consumers have stopped. Then the target gets \
+exactly the events that this group has not handled.";
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
@@ -76,7 +76,7 @@ pub(crate) struct BridgeArgs {
     #[arg(long, value_name = "WHERE", default_value = "first", value_parser = when::parse_start, allow_hyphen_values = true)]
     start: StartFrom,
 
-    /// Keep the order of each key also if the bridge is killed; slower
+    /// Keep the order of each key even if the bridge is killed; slower
     #[arg(long)]
     ordered: bool,
 

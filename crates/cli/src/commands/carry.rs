@@ -13,7 +13,7 @@ use crate::output::{Output, counted, escaped, grouped};
 use crate::progress;
 use crate::stop::Outcome;
 
-/// At most this many missing objects are named.
+/// At most this many missing objects are listed.
 const NAMED: usize = 5;
 
 /// The references to objects in a file, page by page.

@@ -20,7 +20,6 @@ const CHUNK: usize = 64;
 /// Events read at once where there is no file to query. They come with their payloads.
 const EVENTS: usize = 64;
 
-/// The result.
 #[derive(Debug, Default, Serialize)]
 pub(super) struct Checked {
     /// Whether every object was read, not only looked for.

@@ -12,9 +12,9 @@ use crate::values::parse_whole_rate;
 
 #[derive(Debug, ClapArgs)]
 #[command(after_help = "\
-The consumers are those of --config with a command (exec) or a webhook. Each process is one more of their groups: each \
-event goes to one of them. A process that dies is started again, and what it had in flight is delivered again. `everbus \
-serve` runs the same consumers in its own process.
+The consumers are those of --config with a command (exec) or a webhook. Each process consumes with their groups: each \
+event goes to one of the processes. A process that dies is started again, and the events that it had in flight are \
+delivered again. `everbus serve` runs the same consumers in its own process.
 
 Ctrl-C or SIGTERM ends it: handlers under way finish first. The exit code is 0 if every process ended well.")]
 pub(crate) struct ConsumeArgs {

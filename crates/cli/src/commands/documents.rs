@@ -1,5 +1,4 @@
-//! Prints events as documents of a dialect, one per line, and reports fields that the dialect has no place
-//! for.
+//! Prints events as documents of a dialect, one per line, and reports fields that the dialect cannot carry.
 
 use std::collections::BTreeSet;
 

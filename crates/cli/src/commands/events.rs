@@ -27,12 +27,12 @@ const MOST_FETCHED: u64 = 64 << 20;
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Times are those of receipt, and both ends of a range belong to it. Each page ends with the \
-command for the next one, if there is one; in JSON that is the cursor `next`. A cursor goes with \
-the filters and the order of its page: with times such as 2h, which mean another moment each \
-time, give the `since` and `until` that the JSON of the first page has.
+command for the next one, if there is one; in JSON that is the cursor `next`. Use a cursor with the \
+filters and the order of its page. A time such as 2h means another moment in each call: give \
+the `since` and `until` from the JSON of the first page instead.
 
-In JSON large events are whole, up to 64 MiB of them on a page; the others carry the place of \
-their large part as `overflow`, and `everbus get ID` shows them.")]
+In JSON large events are whole, up to 64 MiB of them on a page. Further large events have the place of \
+their large part as `overflow`; `everbus get ID` shows them whole.")]
 pub(crate) struct EventsArgs {
     /// Only of this tenant
     #[arg(long)]

@@ -14,12 +14,12 @@ use crate::when;
 const HELP: &str = "\
 A task that is being processed is
   overtime   if it has run for longer than --overtime,
-  critical   else if its lock has ended: its worker was not heard of,
+  critical   else if its lock has ended, because its worker sent no heartbeat,
   warning    else if its last event is older than two heartbeats,
-  healthy    else.
+  healthy    otherwise.
 
 The exit code is 0 if every task is healthy and none waits for too long, and 1 otherwise. `everbus schedule run \
---health CRON` checks by itself and publishes a Task Health Check each time.";
+--health CRON` runs this check at the given times and publishes a Task Health Check each time.";
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
@@ -38,7 +38,7 @@ pub(crate) struct HealthArgs {
 /// When a task is not healthy.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Limits {
-    /// A task that runs for longer is overtime
+    /// A task that runs longer than this is overtime
     #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = when::parse_limit)]
     overtime: Duration,
 
@@ -46,7 +46,7 @@ pub(crate) struct Limits {
     #[arg(long, value_name = "DURATION", default_value = "20s", value_parser = when::parse_limit)]
     heartbeat: Duration,
 
-    /// A task that waits for a worker for longer is named
+    /// A task that waits longer than this for a worker is listed
     #[arg(long, value_name = "DURATION", default_value = "15m", value_parser = when::parse_limit)]
     pending: Duration,
 }

@@ -27,9 +27,9 @@ pub(crate) enum ObjectsCommand {
 }
 
 const REMOVE_HELP: &str = "\
-Another log is another file that uses the same place, or this one as it was before a backup was put in its
-place. Whether such a file still exists and needs its objects is for you to know: they cannot be brought back.
-What this file refers to is never deleted, and what it put itself is deleted by its retention.";
+Another log is another file that uses the same place, or this file as it was before a restore replaced it. Make \
+sure that no such file still needs its objects: deleted objects cannot be brought back. An object that this file \
+refers to is never deleted, and objects that this file put are deleted by its retention.";
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct RemoveArgs {

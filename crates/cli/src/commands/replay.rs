@@ -17,13 +17,13 @@ use crate::when;
 
 #[derive(Debug, Default, clap::Args)]
 #[command(after_help = "\
-Without --group, copies are published for every group: with new ids, linked to their originals by \
-the metadata replay_of, and with the time the originals occurred at. With --group, that group \
-gets the events themselves again; its position does not move, and no other group notices. \
+Without --group, copies are published for every group. A copy has a new id, names its original in \
+the metadata replay_of, and keeps the time at which the original occurred. With --group, that group \
+gets the events themselves again; its position does not move, and other groups are not affected. \
 Times are those of receipt, and both ends of a range belong to it.
 
-Ctrl-C ends a replay in good order and prints the command that goes on with it. One that was killed is \
-found with --list.")]
+Ctrl-C ends a replay in good order and prints the command that continues it. For a replay that was killed, \
+--list shows this command.")]
 pub(crate) struct ReplayArgs {
     /// The id of one event
     #[arg(conflicts_with_all = ["since", "until", "stream", "types", "app", "entity", "rate", "name"])]

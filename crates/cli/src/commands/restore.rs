@@ -17,10 +17,11 @@ use crate::stop::{Outcome, Stop, about};
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
-The objects of large events are taken from the directory BACKUP.objects, or if they are not there from those
-of the file that is replaced, or from the places of overflow.also_read. They go beside the file, or to where overflow.url of the configuration says; an
-object that is there already is never overwritten. A file that is replaced is kept beside the new one together
-with its objects. If an object cannot be had, the rest is restored, it is named, and the exit code is 1.")]
+The objects of large events are copied from the directory BACKUP.objects. If an object is not there, it is copied from \
+the objects of the replaced file or from the places of overflow.also_read. The copies go beside the file, or to \
+overflow.url of the configuration; an existing object is never overwritten. A replaced file is kept beside the new one, \
+together with its objects. If an object cannot be found, the command restores everything else, names the object, and \
+ends with exit code 1.")]
 pub(crate) struct RestoreArgs {
     /// The backup
     #[arg(value_name = "BACKUP")]

@@ -50,10 +50,10 @@ const HOLD: Duration = Duration::from_secs(600);
 
 const POLICY_HELP: &str = "\
 The ages are those of the section `retention` of --config (or EVERBUS_CONFIG), or else the \
-standard: events stay, payload stages go after 14 days, dead letters 30 days after death, rows of \
-the outbox 7 days after they were sent; rows that failed for good go with their dead letters. The \
-options are stronger. Whatever the ages say, nothing goes that a group still owes work on, and an \
-event that says itself when it expires goes then.";
+standard: events stay; payload stages are removed after 14 days, dead letters 30 days after death, rows of \
+the outbox 7 days after they were sent. Rows that failed for good are removed with their dead letters. The \
+options override these ages. Whatever the ages are, no event is removed that a group still owes work on, and an \
+event with its own expiry time is removed after that time.";
 
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct PolicyArgs {
@@ -301,7 +301,7 @@ async fn prune(
     bar.finish_and_clear();
     if let Taken::Yes(turn) = turn {
         let result = pruned.as_ref().map(drop).map_err(ToString::to_string);
-        // A run that took longer than `HOLD` has lost the duty, which is no failure.
+        // A run that took longer than `HOLD` has lost the duty. That is not a failure.
         let _ = turn.finish(result, &SystemClock).await;
     }
     if pruned.is_ok() {

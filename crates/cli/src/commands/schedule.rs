@@ -93,7 +93,7 @@ pub(crate) struct AddArgs {
     #[arg(long, value_name = "DURATION", value_parser = when::parse_limit)]
     timeout: Option<Duration>,
 
-    /// What happens to ticks that no process was there for
+    /// What happens to ticks at which no process ran the schedules
     #[arg(long, value_enum, value_name = "POLICY", default_value = "skip")]
     missed: MissedPolicy,
 
@@ -104,11 +104,11 @@ pub(crate) struct AddArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum MissedPolicy {
-    /// Leave them out
+    /// Leave missed ticks out
     Skip,
-    /// Run the newest
+    /// Run the newest missed tick
     Once,
-    /// Run all of them, the newest hundred at most
+    /// Run all missed ticks, the newest hundred at most
     All,
 }
 
@@ -121,7 +121,7 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     limits: Limits,
 
-    /// Send alerts to this webhook of Slack or its like
+    /// Send alerts to this webhook of Slack, or of a service that takes the same JSON
     #[arg(
         long,
         value_name = "URL",
@@ -139,7 +139,7 @@ pub(crate) struct RunArgs {
     )]
     webhook: Option<String>,
 
-    /// Tell this webhook, as JSON, that a job completed or a task of it failed
+    /// Post JSON to this webhook when a job completes or a task of it fails
     #[arg(
         long,
         value_name = "URL",
@@ -156,7 +156,7 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     allow_http: bool,
 
-    /// The same subject is alerted again after this time [default: 15m]
+    /// An alert about the same subject is repeated only after this time [default: 15m]
     #[arg(long, value_name = "DURATION", value_parser = when::parse_limit)]
     repeat_after: Option<Duration>,
 

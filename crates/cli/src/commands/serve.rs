@@ -11,7 +11,7 @@ use crate::open::Target;
 use crate::output::{Output, escaped};
 use crate::stop::{Outcome, Stop};
 
-/// The file of the demo, unless another one is named.
+/// The file of the demo, unless the command line names another one.
 const DEMO_FILE: &str = "everbus-serve-demo.db";
 
 #[derive(Debug, ClapArgs)]

@@ -30,16 +30,17 @@ JSON. Exit code 0 means that the task is completed.
 
 While it runs it may print lines that begin with {\"everbus\":
   {\"everbus\":\"activity\",\"type\":\"step_running\",\"stepName\":\"color-tags\"}   for the next heartbeat
-  {\"everbus\":\"error\",\"category\":\"auth\",\"message\":\"Invalid API key\"}      why it will fail
-  {\"everbus\":\"usage\",\"inputTokens\":12000,\"outputTokens\":3500}             what it used
-  {\"everbus\":\"output\",\"value\":{\"colors\":7}}                             instead of the last line
+  {\"everbus\":\"error\",\"category\":\"auth\",\"message\":\"Invalid API key\"}      the reason of a failure
+  {\"everbus\":\"usage\",\"inputTokens\":12000,\"outputTokens\":3500}             the tokens used
+  {\"everbus\":\"output\",\"value\":{\"colors\":7}}                             the output, instead of the last line
 
-A failure of the categories timeout, network, rate-limit and server-error is tried again; one of auth, \
-validation and programming is not. Without a reported category the standard error, the exit code (those of \
-sysexits.h) and the signal decide.
+A failure of the categories timeout, network, rate-limit and server-error is tried again; a failure of the \
+categories auth, validation and programming is not. Without a reported category the standard error, the exit code \
+(as in sysexits.h) and the signal determine the category.
 
-Children get PATH, HOME, USER, LANG, LC_ALL, LC_CTYPE, TZ and TMPDIR of the environment, and what --env and --set \
-add. A child that runs too long gets SIGTERM, and SIGKILL after the grace, with everything it started.";
+Children get PATH, HOME, USER, LANG, LC_ALL, LC_CTYPE, TZ and TMPDIR of the environment, and the variables of --env \
+and --set. A child that runs too long gets SIGTERM, and SIGKILL after the time of --grace; so do all processes that \
+it started.";
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
@@ -104,7 +105,7 @@ pub(crate) struct WorkerArgs {
     #[arg(long = "exit-code", value_name = "CODE=CATEGORY")]
     codes: Vec<String>,
 
-    /// The category of failures that nothing else tells
+    /// The category of failures for which no other rule gives one
     #[arg(long, value_name = "CATEGORY", default_value = "server-error", value_parser = parse_category)]
     otherwise: ErrorCategory,
 
@@ -129,7 +130,7 @@ enum OutputAs {
     Text,
     /// It is dropped
     Nothing,
-    /// It is for people; the output is JSON on the file descriptor EVERBUS_OUTPUT_FD
+    /// It is text for people; the output is JSON on the file descriptor EVERBUS_OUTPUT_FD
     Descriptor,
 }
 

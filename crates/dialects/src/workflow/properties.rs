@@ -30,7 +30,7 @@ pub struct Overflow {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Properties {
-    /// The end of the worker's hold on the task.
+    /// Until when the task is locked for its worker.
     pub effective_until: Option<Timestamp>,
     /// The last activity of the task.
     pub last_activity: Option<Timestamp>,

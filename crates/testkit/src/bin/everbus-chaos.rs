@@ -53,7 +53,7 @@ struct CampaignArgs {
     seed: Option<u64>,
 }
 
-/// A few seconds in all.
+/// They take a few seconds in all.
 const HOSTILE_ROUNDS: u64 = 3;
 
 #[derive(Subcommand)]

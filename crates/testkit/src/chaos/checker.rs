@@ -108,8 +108,8 @@ pub fn check(ledger: &Ledger, observed: &Observed, stage: Stage, interruptions: 
     report
 }
 
-/// Why a removed event should still be there, if so: without retention no event may be removed; with it, the
-/// event must have ended in every group.
+/// Why a removed event should still be there; `None` if its removal was right. Without retention no event may be
+/// removed; with retention, the event must have ended in every group.
 fn not_ended(id: EventId, ledger: &Ledger, told: &Told) -> Option<String> {
     ledger.retention().map_or(Some(String::new()), |_| {
         let content = Content::of(id);

@@ -75,7 +75,7 @@ impl Content {
             .map(|_| char::from(b'a' + random.below(26) as u8))
             .collect();
         let sum = checksum(filler.as_bytes());
-        // If it is split, then by a field or as a whole.
+        // A large payload is split by this field, or moved as a whole.
         let name = if random.one_in(2) { "output" } else { "filler" };
         Self {
             id,

@@ -51,7 +51,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Why this machine cannot simulate a power loss, if so.
+    /// Why this machine cannot simulate a power loss; `None` if it can.
     pub fn missing() -> Option<String> {
         if !cfg!(target_os = "linux") {
             return Some("Linux, whose ext4 can be shut down".into());

@@ -1,8 +1,8 @@
 //! Hostile conditions, in rounds: many processes that create one file, flipped bits, files deleted under a
 //! publisher, unreadable rows, clocks that jump, few file descriptors.
 //!
-//! The engine's crate has a test for each of these; here they run with real processes and random choices, as
-//! often as asked for.
+//! The engine's crate has a test for each of these; here they run with real processes and random choices, in as
+//! many rounds as the command line says.
 
 use std::collections::HashSet;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -152,7 +152,7 @@ impl Hostile {
         })
     }
 
-    /// With few file descriptors a process works, or reports what is missing.
+    /// With few file descriptors a process works, or reports that it has too few.
     fn few_descriptors(&self, db: &Path, random: &mut Random) -> Checked {
         let limit = 4 + random.below(30);
         let victim = self.victim(db, 1);
@@ -385,7 +385,7 @@ async fn consumes(engine: &Engine, events: u64, damaged: &HashSet<u64>, what: &s
     }
 }
 
-/// Long enough that most bits of a file are in one.
+/// So long that most bits of a file belong to a payload.
 const FILLER: &str = "not a bit of this may change, not in a year and not in a hundred";
 
 fn payload(n: u64) -> String {

@@ -17,7 +17,7 @@ use super::retain::Policy;
 /// acknowledgements; those on their way have arrived by then, even if the process or its listener is starved.
 pub const LAST_WORDS: Duration = Duration::from_secs(8);
 
-/// The log of everything victims said about one file.
+/// Everything that victims reported about one file.
 #[derive(Debug, Default)]
 pub struct Ledger {
     /// Every acknowledged id with the position its receipt named.
@@ -33,7 +33,7 @@ pub struct Ledger {
     stopped: HashSet<u32>,
     /// When the power was cut.
     off_since: Option<Instant>,
-    /// Acknowledgements heard since then.
+    /// Acknowledgements received since then.
     last_words: HashSet<EventId>,
     /// Events committed to outboxes, in order.
     outbox: Vec<(Which, EventId)>,

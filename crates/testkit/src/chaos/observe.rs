@@ -43,7 +43,7 @@ pub struct Dead {
     pub died_at: Timestamp,
 }
 
-/// An event as stored, with every place it is in for each group. Exactly one place is right.
+/// An event as stored, with its places in each group. A correct file has exactly one place per group.
 #[derive(Clone, Debug)]
 pub struct Stored {
     /// Its position in the log.
@@ -110,7 +110,6 @@ pub fn pending(file: &Path) -> Result<u64, Broken> {
     .map_err(Broken::at("counting what is pending"))
 }
 
-/// The ids in the log of a file.
 pub(crate) fn ids(file: &Path) -> Result<HashSet<EventId>, Broken> {
     Ok(observe(file)?.events.into_keys().collect())
 }

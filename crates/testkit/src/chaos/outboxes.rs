@@ -1,7 +1,7 @@
 //! The outboxes of a campaign: one in the file of the bus, one in a database beside it.
 //!
-//! The campaign commits events to them itself, and no kill affects it: a committed row counts as
-//! acknowledged. The state of the rows is read with plain SQL and compared with that.
+//! The campaign commits events to the outboxes itself, in a process that is never killed: a committed row counts as
+//! acknowledged. The state of the rows is read with plain SQL and compared with the committed events.
 
 use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
@@ -82,7 +82,7 @@ fn open(file: &Path) -> Result<Connection, Broken> {
     Ok(conn)
 }
 
-/// What the outboxes of a file say.
+/// The rows in the outboxes of a file.
 pub(crate) fn observe(bus: &Path) -> Result<HashMap<(Which, EventId), Row>, Broken> {
     let mut rows = HashMap::new();
     for which in Which::ALL {

@@ -162,8 +162,8 @@ impl Hook for MarkFirst {
     fn after(&self, _batch: &[Event]) {}
 }
 
-/// Retention that ignores claims: it removes every event that all groups have passed and that is not waiting
-/// or dead, with everything that belongs to it.
+/// Retention that ignores claims: it removes every event that all groups have passed and that is neither waiting
+/// nor a dead letter, with everything that belongs to it.
 pub(crate) fn remove_what_is_in_flight(file: &Path) -> Result<()> {
     let conn = connect(file)?;
     conn.execute_batch(

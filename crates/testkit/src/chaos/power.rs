@@ -18,8 +18,8 @@ use crate::model::Random;
 const LOSSES_PER_FILE: u64 = 20;
 /// After this many files the file system is created again.
 const FILES_PER_FORMAT: u64 = 5;
-/// A control that has lost nothing by then will not. The first few may come before anything was acknowledged,
-/// if processes are slow to start.
+/// A control that has lost nothing after this many losses will lose nothing. On a slow machine the first few may come
+/// before any publish was acknowledged.
 const CONTROL_LOSSES: u64 = 100;
 
 /// When to stop.
@@ -87,8 +87,8 @@ impl Power {
         Ok(tally)
     }
 
-    /// A control: without these syncs the same procedure must lose something acknowledged, or the object of
-    /// an event. `lost` is 0 if the procedure proves nothing.
+    /// A control: without these syncs the same procedure must lose an acknowledged event, or the object of
+    /// an event. If `lost` is 0, the procedure proves nothing.
     pub fn control(&self, unsynced: Unsynced) -> Result<Tally, Broken> {
         let mut disk = Disk::create()?;
         let file = disk.path().join("control.db");

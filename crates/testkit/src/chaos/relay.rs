@@ -38,14 +38,14 @@ pub(crate) const PLACES: [&str; 5] = [
     "after-outbox-mark",
 ];
 
-/// What a relay is to do.
+/// The orders of a relay.
 #[derive(Clone, Debug)]
 pub struct Orders {
     /// The file of the bus.
     pub db: PathBuf,
     /// A database with an outbox; `None`: the outbox in the file of the bus.
     pub outbox: Option<PathBuf>,
-    /// It runs until standard input is closed, instead of until nothing is left.
+    /// It runs until standard input is closed, instead of until the outbox is empty.
     pub keep_on: bool,
     /// Rows are marked before they are published: a bug that the campaign must find.
     pub mark_first: bool,
@@ -107,7 +107,7 @@ pub fn run(orders: &Orders) -> Result<(), Broken> {
         .map_err(|error| Broken(format!("{error:?}")))
 }
 
-/// A campaign that kills a relay this often.
+/// A campaign that kills a relay repeatedly.
 #[derive(Clone, Debug)]
 pub struct RelayCampaign {
     /// The program whose `relay-victim` is killed.
@@ -129,7 +129,7 @@ pub struct Found {
     pub named: u64,
     /// Events that were committed to an outbox.
     pub events: u64,
-    /// Everything that is wrong.
+    /// All problems found.
     pub problems: Vec<String>,
 }
 

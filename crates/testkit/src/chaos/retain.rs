@@ -14,7 +14,7 @@ use super::victim::{end_of_input, tell};
 
 /// Pause between two runs.
 const PAUSE: Duration = Duration::from_millis(5);
-/// After this time an object without an event will not get one: no victim is stopped or starved for so long.
+/// An object that has no event after this time will never have one: no victim is stopped or starved for so long.
 const STRAYS_AFTER: Duration = Duration::from_secs(8);
 
 /// Which events are removed from a file.
@@ -93,7 +93,7 @@ impl Bug {
     }
 }
 
-/// What a retention job is to do.
+/// The orders of a retention job.
 #[derive(Clone, Debug)]
 pub struct Orders {
     /// The file.

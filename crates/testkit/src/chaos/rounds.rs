@@ -42,7 +42,7 @@ enum Round {
     Retention,
 }
 
-/// A file, what victims reported about it, and what was done to it.
+/// A file, the reports of victims about it, and the count of kills and stops.
 pub struct Arena {
     pub(super) program: PathBuf,
     pub(super) file: PathBuf,
@@ -54,7 +54,7 @@ pub struct Arena {
     /// The retention policy of the file.
     pub(super) retention: Option<Policy>,
     last_seed: Option<u64>,
-    /// What happened to this file so far.
+    /// The figures of this file so far.
     pub tally: Tally,
 }
 
@@ -264,8 +264,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Waits a moment, so that a victim sees what was done to it; sometimes long enough that it must have
-    /// noticed.
+    /// Waits a moment after the power was cut, sometimes so long that the victim must have noticed.
     pub fn linger(&mut self) {
         let long = self.random.one_in(30);
         let more = if long {

@@ -25,7 +25,7 @@ pub struct Tally {
     pub duplicates: u64,
     /// Acknowledgements received after the power cut began; they do not count.
     pub last_words: u64,
-    /// How many of those events are not in the log.
+    /// How many of the events acknowledged after the cut are not in the log.
     pub unheard: u64,
     /// How many of the kills were of a relay.
     pub relay_kills: u64,

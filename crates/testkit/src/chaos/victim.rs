@@ -28,7 +28,7 @@ const TASKS: u64 = 3;
 /// Ids of an earlier victim that are published again: it may have died before it had its answer.
 const REPEATED: usize = 6;
 
-/// What a victim is to do.
+/// The orders of a victim.
 #[derive(Clone, Debug)]
 pub struct Orders {
     /// The file.
@@ -142,7 +142,7 @@ async fn open(orders: &Orders) -> Result<Bus, Error> {
     }
     let mut engine = everbus_sqlite::open(&orders.db, everbus_sqlite::Options::default())?;
     if let Some(lease) = orders.lease_ms {
-        // The bus makes its leases long; a test that outlives one needs short ones.
+        // The bus uses long leases. A test that waits for the end of a lease needs short ones.
         engine.broker = ShortLeases::wrap(engine.broker, Duration::from_millis(lease));
     }
     if orders.ack_first {
@@ -274,7 +274,7 @@ async fn keep_stages(bus: &Bus, batch: &[EventId]) {
     }
 }
 
-/// Writes whole lines at once and waits until they are in the pipe, where a kill cannot reach them.
+/// Writes whole lines at once and waits until they are in the pipe: lines in the pipe survive a kill.
 pub(crate) fn tell(lines: &str) {
     let mut out = std::io::stdout().lock();
     // Without a reader the campaign is gone; then standard input is closed too.

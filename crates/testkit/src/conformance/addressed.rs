@@ -22,7 +22,7 @@ pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) 
     for group in ["", "mine", "behind", "other"] {
         stage.declare(group, &["*"]).await;
     }
-    // These two have caught up and wait when it comes.
+    // These two groups have caught up, and wait when the event is published.
     let mut mine = stage.consumer("mine").await;
     let mut other = stage.consumer("other").await;
     let first = stage.publish("a.b").await;
@@ -43,7 +43,7 @@ pub async fn an_addressed_event_reaches_its_group_alone<H: Harness>(harness: H) 
         nothing(consumer).await;
     }
     drop((mine, other));
-    // These begin behind, and one is declared only now.
+    // These two groups are behind. One of them is declared only now.
     stage.declare("later", &["*"]).await;
     if stage.offers(&RESTART) {
         stage.restart().await;
@@ -116,7 +116,7 @@ pub async fn an_addressed_event_comes_in_its_turn<H: Harness>(harness: H) -> Out
     stage.passed()
 }
 
-/// The other groups do not count.
+/// `settled` does not wait for the other groups.
 pub async fn settled_waits_for_the_addressed_group_alone<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&SETTLED]).await?;
     let settled = stage.engine().settled.clone().unwrap();
@@ -174,7 +174,8 @@ pub async fn other_groups_do_not_owe_an_addressed_event<H: Harness>(harness: H) 
     stage.passed()
 }
 
-/// Otherwise the second publish would count as a duplicate, and its group would never get it.
+/// The same id with another address is another event. If the second publish counted as a duplicate, its group would
+/// never get the event.
 pub async fn the_address_belongs_to_the_event<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEDUPLICATION]).await?;
     stage.declare("mine", &["*"]).await;

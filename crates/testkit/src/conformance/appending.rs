@@ -28,7 +28,7 @@ pub async fn the_same_event_twice_is_stored_once<H: Harness>(harness: H) -> Outc
     assert!(!first.duplicate);
     stage.publish("other.event").await;
     stage.advance(Duration::from_secs(1)).await;
-    // Values that a second try may generate again do not count.
+    // Values that a repeated publish may generate anew are not compared.
     let again = Event::builder("order.placed").id(id).payload("{\"n\":1}");
     let again = again
         .source("another try")
@@ -44,7 +44,7 @@ pub async fn the_same_event_twice_is_stored_once<H: Harness>(harness: H) -> Outc
     let got = take(&mut consumer, 2).await;
     assert_eq!(got[0].record.event.id(), id);
     nothing(&mut consumer).await;
-    // Also when it was handled long since.
+    // Also after the event was handled.
     stage.ack(&got[0]).await;
     assert!(stage.append(body(id, "{\"n\":1}")).await.duplicate);
     nothing(&mut consumer).await;
@@ -71,7 +71,7 @@ pub async fn the_same_id_with_another_body_is_refused<H: Harness>(harness: H) ->
     stage.passed()
 }
 
-/// Inside one batch a repeated event is the duplicate of the first.
+/// A repeated event in a batch is a duplicate of the first one.
 pub async fn a_batch_may_repeat_an_event<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&DEDUPLICATION]).await?;
     let (one, two) = (EventId::new(), EventId::new());

@@ -1,5 +1,5 @@
-//! The audit trail: numbered without gaps, chained, asked by who, what, which thing and when, and
-//! shortened only from its beginning.
+//! The audit trail: numbered without gaps, chained, queried by actor, action, entity and time, and shortened only
+//! from its beginning.
 
 use std::time::Duration;
 
@@ -282,7 +282,7 @@ pub async fn times_in_the_trail_never_fall<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Many at once: every one has a number of its own, and none is missing.
+/// Many records written at once: each has its own number, and none is missing.
 pub async fn records_written_at_once_are_all_there<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&AUDIT]).await?;
     let audit = stage.engine().audit.clone().unwrap();

@@ -48,7 +48,7 @@ pub async fn attempts_are_exact<H: Harness>(harness: H) -> Outcome {
     let first = take_one(&mut consumer).await;
     assert_eq!(first.attempt, 1);
     stage.fail(&first, Duration::ZERO).await;
-    // The second may have been claimed with the first: it is given back.
+    // The second event may have been claimed with the first one: it is given back.
     consumer.close().await.unwrap();
     let mut consumer = stage.consumer("g").await;
     for delivery in take(&mut consumer, 2).await {
@@ -178,7 +178,7 @@ pub async fn a_lost_lease_makes_no_dead_letter<H: Harness>(harness: H) -> Outcom
     stage.passed()
 }
 
-/// A repeated id is recognised however long ago its event came, as long as that is kept.
+/// A repeated id is recognised for as long as its event is kept.
 pub async fn an_id_is_known_while_its_event_is_kept<H: Harness>(harness: H) -> Outcome {
     let needs = [&DEDUPLICATION, &DEDUPLICATION_WHILE_RETAINED];
     let stage = Stage::open(harness, Time::Virtual, &needs).await?;

@@ -1,4 +1,4 @@
-//! A clock that jumps ahead is not trusted at once where ages count.
+//! After a clock has jumped ahead, retention by age does not trust it at once.
 
 use std::time::Duration;
 

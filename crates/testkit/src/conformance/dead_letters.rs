@@ -40,7 +40,7 @@ async fn fill<H: Harness>(stage: &Stage<H>, rounds: usize) -> Vec<Appended> {
     published
 }
 
-/// The list is newest first; paging by offset and by key give the same, each dead letter once.
+/// The list is newest first. Paging by offset and by key give the same list, with each dead letter once.
 pub async fn pages_by_offset_and_by_key_agree<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Virtual, &[&DEAD_LETTERS]).await?;
     let published = fill(&stage, 9).await;

@@ -108,7 +108,7 @@ pub async fn an_effect_of_another_engine_is_refused<H: Harness>(harness: H) -> O
     stage.passed()
 }
 
-/// Effect, inbox record, follow-ups and ack are all there, the follow-ups in order.
+/// Effect, inbox record, follow-ups and ack are applied together, the follow-ups in order.
 pub async fn an_effect_comes_with_its_ack<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&TRANSACTION]).await?;
     let engine = stage.capabilities().transaction.unwrap();

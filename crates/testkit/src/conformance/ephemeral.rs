@@ -47,7 +47,7 @@ pub async fn an_ephemeral_group_goes_with_its_engine<H: Harness>(harness: H) -> 
         } else {
             stage.restart().await;
         }
-        // An engine that crashed may need a moment to die.
+        // The groups of a crashed engine may be removed a moment later.
         let gone = || async { groups(&stage).await == ["billing"] };
         stage.eventually("the group is gone", gone).await;
         if let Ok(maintenance) = stage.engine().maintenance() {

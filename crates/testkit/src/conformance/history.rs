@@ -270,7 +270,7 @@ pub async fn cursors_stay_where_they_are<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A cursor of another query, an empty page, a range that ends before it starts.
+/// Refuses a cursor of another query, an empty page, and a range that ends before it starts.
 pub async fn queries_that_make_no_sense_are_refused<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&HISTORY]).await?;
     for _ in 0..3 {
@@ -294,7 +294,7 @@ pub async fn queries_that_make_no_sense_are_refused<H: Harness>(harness: H) -> O
     stage.passed()
 }
 
-/// Names with odd characters, names that run into each other, names that other attributes have.
+/// Names with odd characters, names that would be equal when joined, and names that another attribute also has.
 pub async fn names_are_compared_whole<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&HISTORY, &LOG]).await?;
     let odd = [
@@ -344,7 +344,7 @@ pub async fn names_are_compared_whole<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// Thirty megabytes are not one page.
+/// A page ends early when its payloads are large: thirty megabytes do not come in one page.
 pub async fn a_page_of_large_events_ends_early<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&HISTORY]).await?;
     let text = format!("\"{}\"", "x".repeat(1_000_000));

@@ -46,7 +46,7 @@ fn expiring() -> KvPut {
     }
 }
 
-/// A value is what was put last, with a revision that grows; buckets and keys are apart.
+/// A read returns the value that was put last, with a growing revision. Buckets and keys do not affect each other.
 pub async fn a_value_is_what_was_put_last<H: Harness>(harness: H) -> Outcome {
     let stage = Stage::open(harness, Time::Still, &[&KV]).await?;
     let kv = stage.engine().kv().unwrap();

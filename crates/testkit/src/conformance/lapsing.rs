@@ -85,7 +85,7 @@ pub async fn dead_letters_go_long_after_their_death<H: Harness>(harness: H) -> O
     assert_eq!(open[0].record.event.id(), young.id);
     let kept = stage.dead_letters().get(again.id).await.unwrap();
     assert_eq!(kept.len(), 1, "its retry is under way");
-    // Never is never.
+    // With the age "never", no dead letter is removed.
     let never = Retention {
         dead_letters: None,
         ..Retention::standard()

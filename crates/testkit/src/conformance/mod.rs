@@ -113,14 +113,14 @@ pub trait Harness: Send + Sync {
         true
     }
 
-    /// Whether its tests run only when they are asked for: then a server that is missing is no failure, and was
-    /// said before.
+    /// Whether its tests run only on request. Then a missing server is not a failure; the message about it was
+    /// printed before.
     fn by_hand(&self) -> bool {
         false
     }
 
     /// Whether the engine can be opened here. An error says which server is missing and how to get it: the
-    /// scenario is then skipped aloud, or fails with `EVERBUS_REQUIRE_SERVERS=1`.
+    /// scenario is then skipped with that message, or fails with `EVERBUS_REQUIRE_SERVERS=1`.
     fn available(&self) -> Result<(), String> {
         Ok(())
     }

@@ -54,14 +54,14 @@ const fn need(reason: &'static str, offered: fn(&Offer<'_>) -> bool) -> Need {
 
 /// A clock that can be moved by hand.
 pub static CLOCK: Need = need("its clock cannot be moved", |o| o.virtual_time);
-/// Something is there after a restart.
+/// Events survive a restart.
 pub static RESTART: Need = need("nothing survives a restart", |o| o.survives_restart);
 
 /// The log can be read without a group.
 pub static LOG: Need = need("its log cannot be read without a group", |o| {
     o.engine.log.is_some()
 });
-/// Events are found by id, with how they stand in each group.
+/// Events are found by id, with their state in each group.
 pub static LOOKUP: Need = need("it does not find events by id", |o| {
     o.engine.lookup.is_some()
 });
@@ -86,7 +86,7 @@ pub static OWN_LOG: Need = need(
     "its readers see copies, which trail and have positions of their own",
     |o| !is_composed(o),
 );
-/// It knows how an event stands in every group.
+/// It knows the state of an event in every group.
 pub static STATES: Need = need("it knows of groups only what the runtime told it", |o| {
     !is_composed(o)
 });
@@ -121,7 +121,7 @@ pub static INBOX: Need = need("it has no inbox", |o| o.engine.inbox.is_some());
 pub static STORE: Need = need("it cannot be a store beside a broker", |o| {
     o.engine.store.is_some()
 });
-/// It answers what happened to an entity.
+/// It can query the events of an entity.
 pub static HISTORY: Need = need("its history cannot be asked", |o| {
     o.engine.history.is_some()
 });

@@ -141,7 +141,7 @@ pub async fn dying_again_is_told_again<H: Harness>(harness: H) -> Outcome {
     let mut alarm = stage.consumer("alarm").await;
     stage.dead_letter("g", "a.x").await;
     for attempts in 1..=3 {
-        // Also at the same moment. Where a store records the death, its time distinguishes it from the last.
+        // Also at the same moment. Where a store records the dead letter, only the time distinguishes it from the one before.
         if !stage.offers(&ATOMIC_DEAD_LETTER) {
             stage.advance(Duration::from_millis(1)).await;
         }

@@ -100,7 +100,7 @@ pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) -
     }
     let mut consumer = stage.consumer("ordered").await;
     let after = Duration::ZERO;
-    // An engine that claims ahead may have the second at hand before the first is back.
+    // An engine that claims ahead may have claimed the second event before the first one is retried.
     let rounds = if stage.harness().claims_ahead() { 2 } else { 3 };
     for round in 0..rounds {
         let first = take_one(&mut consumer).await;
@@ -110,7 +110,7 @@ pub async fn a_retried_dead_letter_goes_before_its_key<H: Harness>(harness: H) -
         assert_eq!(second.record.position, at[1]);
         if round == 2 {
             stage.end(&second, Verdict::Release { after }).await;
-            // Another consumer fetches and has no handler, so the second is known to be ready.
+            // Another consumer fetches and has no handler. This shows that the second event is ready.
             let none = handling(Vec::new());
             let mut other = stage.consumer_with("ordered", none).await;
             nothing(&mut other).await;

@@ -36,7 +36,7 @@ pub type Outcome = Result<Passed, NotOffered>;
 #[must_use]
 pub struct Passed {
     pub(super) column: &'static str,
-    /// What the runtime did in the engine's place.
+    /// What the runtime did instead of the engine.
     pub(super) emulated: BTreeSet<&'static str>,
     /// The parts that were left out, by reason.
     pub(super) except: BTreeSet<&'static str>,
@@ -95,7 +95,7 @@ pub async fn run(scenario: &'static str, work: impl Future<Output = Outcome>) {
 
 static COLUMNS: LazyLock<Mutex<BTreeMap<&'static str, Progress>>> = LazyLock::new(Mutex::default);
 
-/// How far the suite has come on one engine.
+/// The progress of the suite on one engine.
 struct Progress {
     column: &'static str,
     began: Option<Instant>,

@@ -19,12 +19,12 @@ use super::{Harness, NotOffered, Outcome, Passed};
 
 /// How long to wait for something that must happen, also on a slow machine.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(120);
-/// How long to watch that nothing happens.
+/// How long to wait to show that nothing happens.
 pub(crate) const QUIET: Duration = Duration::from_millis(150);
 /// The lease of [`Stage::consumer`].
 pub(crate) const LEASE: Duration = Duration::from_secs(5);
 
-/// How a scenario uses time. It is held to it on every engine.
+/// How a scenario uses time. Every engine checks that the scenario keeps to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Time {
     /// It lets no time pass.
@@ -395,7 +395,6 @@ pub(crate) fn name(group: &str) -> GroupName {
     group.parse().unwrap()
 }
 
-/// A pattern.
 pub(crate) fn pattern(text: &str) -> Pattern {
     Pattern::new(text).unwrap()
 }
@@ -460,7 +459,6 @@ pub(crate) async fn take(consumer: &mut Box<dyn Consumer>, count: usize) -> Vec<
     taken
 }
 
-/// Takes one delivery.
 pub(crate) async fn take_one(consumer: &mut Box<dyn Consumer>) -> Delivery {
     take(consumer, 1).await.remove(0)
 }
@@ -473,7 +471,6 @@ pub(crate) async fn nothing(consumer: &mut Box<dyn Consumer>) {
     }
 }
 
-/// The positions of deliveries.
 pub(crate) fn positions(deliveries: &[Delivery]) -> Vec<Position> {
     deliveries.iter().map(|d| d.record.position).collect()
 }

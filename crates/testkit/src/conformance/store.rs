@@ -197,7 +197,7 @@ pub async fn recorded_failures_come_back_in_order<H: Harness>(harness: H) -> Out
     stage.passed()
 }
 
-/// The inbox is asked before a handler runs and written to before the broker hears of the ack.
+/// The inbox is read before a handler runs, and written before the broker gets the ack.
 pub async fn what_was_recorded_as_handled_is_in_the_inbox<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Still, &[&STORE, &LOG, &INBOX]).await?;
     let told = store(&stage);
@@ -249,7 +249,7 @@ pub async fn a_recorded_skip_says_why<H: Harness>(harness: H) -> Outcome {
     stage.passed()
 }
 
-/// A dead letter of another process is like any other, but no notice is appended.
+/// A dead letter that another process reports is like any other, but no notice is appended.
 pub async fn a_dead_letter_can_be_put<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&STORE, &LOG, &DEAD_LETTERS]).await?;
     let mut told = store(&stage);
@@ -414,7 +414,7 @@ pub async fn a_stage_waits_for_its_event<H: Harness>(harness: H) -> Outcome {
     let first = stored("one", stage.clock.now());
     told.store_stage(key.clone(), first.clone()).await.unwrap();
     let payloads = stage.engine().payloads().unwrap();
-    // Only a store keeps it: a bus that publishes here has made a mistake.
+    // Only a store beside a broker keeps an early stage. On an engine that is its own broker it is a mistake.
     if stage.offers(&STAGES_LAST) {
         let refused = payloads.store(key.clone(), first.clone()).await;
         assert_eq!(code(refused), everbus_core::Code::NotFound);

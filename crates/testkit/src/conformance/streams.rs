@@ -300,7 +300,7 @@ pub async fn what_a_crash_left_may_be_dropped<H: Harness>(harness: H) -> Outcome
     stage.ack(&got[1]).await;
     drop(consumer);
     stage.crash().await;
-    // A consumer must run to find the dead process's work; this one wants none of it.
+    // A consumer must run to find the work of the dead process. This one handles none of these events.
     let mut finder = stage.consumer("else").await;
     let waits = async || {
         let info = stage.group_info("").await;

@@ -410,7 +410,7 @@ macro_rules! history_tests {
     };
 }
 
-/// The scenarios of abilities that came later.
+/// The scenarios of abilities that were added later.
 #[macro_export]
 #[doc(hidden)]
 macro_rules! later_tests {

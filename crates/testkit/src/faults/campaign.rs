@@ -19,9 +19,9 @@ use crate::servers::Proxy;
 
 const PUBLISHERS: u64 = 3;
 const WORKERS: usize = 2;
-/// After a fault so many more must be acknowledged and handled.
+/// After a fault at least this many more events must be acknowledged and handled.
 const PROGRESS: u64 = 10;
-/// Publishers and workers that have not gone on after this long never will.
+/// Publishers and workers that make no progress for this long are stuck.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// If no event ends for this long after the last fault, those that have not ended are lost. Longer than leases
 /// and retries, also on a busy machine.
@@ -85,7 +85,7 @@ pub async fn campaign(
     campaign_with(subject, server, url, plan, seed, STUCK).await
 }
 
-/// As [`campaign`]; what has not ended when no event has ended for `stuck` is lost.
+/// As [`campaign`]. If no event ends for the time `stuck`, the events that have not ended are lost.
 pub async fn campaign_with(
     subject: &Subject,
     server: &dyn Server,
@@ -202,7 +202,7 @@ impl Campaign<'_> {
         }
     }
 
-    /// Cuts before a reply, mostly; a request that does not come is not waited for.
+    /// Cuts a connection, mostly before a reply. Does not wait for a request that does not come.
     async fn cut(&mut self) {
         if self.proxies.is_empty() {
             return;
@@ -270,7 +270,7 @@ impl Campaign<'_> {
         self.figures.problems.extend(ended);
     }
 
-    /// Waits until every acknowledged event has ended in every group; what does not move any more is lost.
+    /// Waits until every acknowledged event has ended in every group. If there is no progress, the other events are lost.
     async fn drain(&mut self, url: &str) {
         let place = Place {
             url: url.to_owned(),
@@ -331,7 +331,7 @@ impl Campaign<'_> {
         }
     }
 
-    /// What has not ended: by group and event.
+    /// The events that have not ended, with their group.
     fn owed(&self, dead: &HashSet<(usize, EventId)>) -> Vec<(usize, EventId)> {
         let reports = self.reports.lock();
         let acked = self.published.acked();
@@ -348,7 +348,7 @@ impl Campaign<'_> {
         wanted.filter(|pair| !ended(pair)).collect()
     }
 
-    /// The dead letters of the groups, after a look at what they carry.
+    /// The dead letters of the groups. Checks their content.
     async fn dead_letters(&mut self, bus: &Bus) -> HashSet<(usize, EventId)> {
         let mut dead = HashSet::new();
         let mut page = PageRequest {

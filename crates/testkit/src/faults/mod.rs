@@ -106,7 +106,7 @@ impl Plan {
         stops: 1,
     };
 
-    /// What a release asks for.
+    /// Many of each, before a release.
     pub const FULL: Self = Self {
         server_kills: 20,
         worker_kills: 50,

@@ -23,9 +23,9 @@ impl Drop for Zombie {
     }
 }
 
-/// One event is fetched by a process that is stopped past its lease, and taken over by this one; then the
-/// process goes on and acks. Returns what came of that, `ACKED` or `REFUSED code`, and whether the ack of the
-/// rightful holder was applied after it.
+/// A process fetches one event and is stopped past its lease, and this process takes the event over. Then the stopped
+/// process continues and acks. Returns the result of its ack, `ACKED` or `REFUSED code`, and whether the ack of this
+/// process, which holds the lease, was applied after it.
 pub async fn late_ack(subject: &Subject, place: &Place) -> (String, bool) {
     let engine = (subject.open)(place.clone()).await.unwrap();
     let group = zombie::group().unwrap();

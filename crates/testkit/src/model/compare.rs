@@ -166,7 +166,7 @@ impl<H: Harness> Plan<H> {
         for group in &groups {
             self.attend(group, ROOM).await;
         }
-        // However slow the disk, something must come before long.
+        // Even on a slow disk a delivery must come within this time.
         let mut progress = tokio::time::Instant::now();
         while self
             .oracle

@@ -112,7 +112,7 @@ impl Oracle {
         }
     }
 
-    /// Takes note of an event the engine stored.
+    /// Notes an event that the engine stored.
     pub(super) fn appended(&mut self, event: &Event, position: u64, received_at: Timestamp) {
         self.appended_for(None, event, position, received_at);
     }
@@ -269,7 +269,7 @@ impl Oracle {
         }
     }
 
-    /// Takes note of a delivery, or says why it is illegal.
+    /// Notes a delivery, or returns why it is not allowed.
     pub(super) fn deliver(&mut self, group: &str, delivery: &Delivery) -> Result<(), String> {
         let now = self.now;
         let position = delivery.record.position.place();
@@ -495,7 +495,7 @@ impl Oracle {
         owed.filter(matches).copied().collect()
     }
 
-    /// Notes that a group dropped an event, or says why that is illegal.
+    /// Notes that a group dropped an event, or returns why that is not allowed.
     pub(super) fn dropped(&mut self, group: &str, position: u64) -> Result<(), String> {
         let now = self.now;
         let desk = self.groups.get_mut(group).unwrap();

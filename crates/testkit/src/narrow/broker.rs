@@ -167,7 +167,7 @@ impl Shared {
         Ok(Appended::new(id, position, stored.received_at))
     }
 
-    /// One settlement: follow-ups first, then the verdict, with nothing that ties the two together.
+    /// One settlement: follow-ups first, then the verdict, as two separate steps.
     pub(super) async fn settle_one(&self, settlement: Settlement) -> Result<()> {
         if settlement.effect.is_some() {
             return Err(Error::new(Code::Unsupported, "there are no transactions"));

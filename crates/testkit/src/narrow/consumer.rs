@@ -67,7 +67,7 @@ impl NarrowConsumer {
         self.ready.extend(shown);
         give_back(&self.shared, shard, &own, &Verdict::Ack).await?;
         if self.shared.faults.loses_shards() {
-            // It still has them, and another member of the group is about to get them.
+            // This consumer keeps its copies, and another member of the group gets the events too.
             let after = Duration::ZERO;
             give_back(&self.shared, shard, &batch, &Verdict::Release { after }).await?;
         } else if self.shared.faults.duplicates() {
@@ -126,7 +126,7 @@ fn shown(shard: Shard, delivery: &Delivery) -> Delivery {
         .retried(delivery.retried)
 }
 
-/// Settles deliveries of a shard behind the consumer's back.
+/// Settles deliveries of a shard without the consumer.
 async fn give_back(
     shared: &Shared,
     shard: Shard,

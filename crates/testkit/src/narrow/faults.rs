@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use everbus_core::{Code, Error, Result};
 
-/// What was done to the runtime.
+/// The number of faults so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     /// Calls that failed and did nothing.
     pub before: u64,
-    /// Calls that took effect and failed all the same.
+    /// Calls that took effect and then failed.
     pub after: u64,
     /// Events that were stored twice, and deliveries that were handed out twice.
     pub duplicates: u64,
@@ -64,12 +64,12 @@ impl Faults {
         });
     }
 
-    /// Ends all faults: what happens from now on goes well.
+    /// Ends all faults: calls succeed from now on.
     pub fn stop(&self) {
         self.set(0);
     }
 
-    /// What was done so far.
+    /// The number of faults so far, by kind.
     pub fn tally(&self) -> Tally {
         self.with(|state| state.tally)
     }
@@ -98,7 +98,7 @@ impl Faults {
         })
     }
 
-    /// The server is away: nothing was done.
+    /// The server cannot be reached: the call did nothing.
     pub(super) fn before(&self, verb: &str) -> Result<()> {
         self.with(|state| *state.calls.entry(verb.to_owned()).or_default() += 1);
         if self.strikes(|tally| tally.before += 1) {
@@ -108,7 +108,7 @@ impl Faults {
         Ok(())
     }
 
-    /// The answer was lost: everything was done.
+    /// The answer was lost: the call took effect.
     pub(super) fn after(&self, verb: &str) -> Result<()> {
         if self.strikes(|tally| tally.after += 1) {
             return Err(away(verb).with_unknown_outcome());

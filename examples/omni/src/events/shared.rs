@@ -69,13 +69,13 @@ pub struct MediaAttachment {
     pub caption: Option<String>,
 }
 
-/// Something an agent asks the system to do. A choice: a kind and its parameters.
+/// An action that an agent asks the system to perform. A choice: a kind and its parameters.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AgentAction {
     /// What to do: `handoff`, `close_conversation`, `tag`, …
     #[serde(rename = "type")]
     pub kind: String,
-    /// With what.
+    /// The parameters.
     #[serde(default, skip_serializing_if = "Map::is_empty")]
     pub parameters: Map<String, Value>,
 }
@@ -89,15 +89,15 @@ pub struct AccessRule {
     /// Whether it allows or denies.
     #[serde(rename = "type")]
     pub rule_type: RuleType,
-    /// Whom it concerns.
+    /// The senders to which it applies.
     pub criteria: Value,
     /// The rule with the highest priority decides.
     #[serde(default)]
     pub priority: i32,
-    /// Only for this instance.
+    /// The only instance to which it applies, if set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance_id: Option<String>,
-    /// Not after this time.
+    /// When the rule expires.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<Timestamp>,
 }

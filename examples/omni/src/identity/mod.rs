@@ -1,8 +1,8 @@
 //! Who wrote a message: the handler of `message.received` that resolves identities.
 //!
 //! Persons and accounts are in tables of this service's own ([`service`]), whatever engine moves the events.
-//! A delivery that comes twice must not make two persons, and must not say the second time that the person was
-//! known: the service keeps what it answered for each message, in the transaction that changed its tables.
+//! An event may be delivered twice. The second delivery must not create a second person, and must give the same answer
+//! as the first. So the service stores its answer for each message, in the transaction that changes its tables.
 
 mod service;
 mod tables;
@@ -37,7 +37,7 @@ pub async fn resolve(
     outcome.publish(resolution.resolved)
 }
 
-/// An administrator says that two persons are one. Returns the event to publish; `None` if they were one already.
+/// An administrator merges two persons. Returns the event to publish; `None` if they were merged before.
 pub async fn link(
     service: &IdentityService,
     target: &str,

@@ -26,7 +26,7 @@ use crate::events::{
 /// Why a request to the service failed; a retry may help.
 pub type Failed = Box<dyn std::error::Error + Send + Sync>;
 
-/// What may show that two accounts belong to one person, the strongest first.
+/// Profile fields that show that two accounts belong to one person, the strongest evidence first.
 const EVIDENCE: [(&str, MergeReason, f64); 2] = [
     ("phone", MergeReason::SamePhone, 0.9),
     ("email", MergeReason::SameEmail, 0.8),
@@ -35,7 +35,7 @@ const EVIDENCE: [(&str, MergeReason, f64); 2] = [
 /// The sender of a message, as the platform names them.
 #[derive(Clone, Debug)]
 pub struct Resolve {
-    /// The message. Asked twice, the service answers twice the same.
+    /// The message. For the same message the service gives the same answer again.
     pub message_id: String,
     /// The channel.
     pub channel: ChannelType,
@@ -43,18 +43,18 @@ pub struct Resolve {
     pub platform_user_id: String,
     /// Their name on the platform.
     pub username: Option<String>,
-    /// What the platform tells about them.
+    /// Profile data from the platform.
     pub profile: Map<String, Value>,
 }
 
-/// Who a sender is, and what was learnt on the way.
+/// The sender, and what changed while it was identified.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Resolution {
-    /// Who it is.
+    /// The person and the account.
     pub resolved: IdentityResolved,
-    /// What has changed in the profile.
+    /// The changes of the profile.
     pub updated: Option<IdentityUpdated>,
-    /// The persons who turned out to be one.
+    /// The persons that were merged.
     pub merged: Vec<IdentityMerged>,
 }
 
@@ -74,7 +74,7 @@ impl IdentityService {
         })
     }
 
-    /// Who the sender of a message is.
+    /// Identifies the sender of a message.
     pub async fn resolve(&self, request: Resolve) -> Result<Resolution, Failed> {
         self.change(move |db| {
             if let Some(answer) = tables::answer(db, &request.message_id)? {
@@ -88,7 +88,7 @@ impl IdentityService {
         .await
     }
 
-    /// Makes two persons one. `None` if they are one already; an error if one of them does not exist.
+    /// Merges two persons. `None` if they were merged before; an error if one of them does not exist.
     pub async fn merge(
         &self,
         target: String,
@@ -195,7 +195,7 @@ fn decide(db: &Connection, request: &Resolve) -> Result<Resolution, Failed> {
     })
 }
 
-/// The person with whom a new account has something in common, and how certain that makes it.
+/// The person with the same phone number or e-mail address as a new account, and the confidence.
 fn related(db: &Connection, profile: &Map<String, Value>) -> Result<Option<(String, f64)>, Failed> {
     for (field, _, confidence) in EVIDENCE {
         if let Some(value) = profile.get(field).and_then(Value::as_str)
@@ -207,7 +207,7 @@ fn related(db: &Connection, profile: &Map<String, Value>) -> Result<Option<(Stri
     Ok(None)
 }
 
-/// Takes over what the message says about its sender, and returns what is new.
+/// Copies the sender's data from the message into the profile, and returns the changes.
 fn learn(profile: &mut Map<String, Value>, request: &Resolve) -> Vec<ProfileChange> {
     let username = request.username.as_ref().map(|name| json!(name));
     let username = username.map(|name| ("username".to_owned(), name));
@@ -226,7 +226,7 @@ fn learn(profile: &mut Map<String, Value>, request: &Resolve) -> Vec<ProfileChan
     changes
 }
 
-/// Merges every other person with whom this account has something in common.
+/// Merges every other person that has the same phone number or e-mail address as this account.
 fn unite(db: &Connection, account: &mut Account) -> Result<Vec<IdentityMerged>, Failed> {
     let mut merged = Vec::new();
     for (field, reason, _) in EVIDENCE {

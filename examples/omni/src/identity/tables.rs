@@ -116,7 +116,7 @@ pub(super) fn put_account(
     db.execute(sql, values).map(drop)
 }
 
-/// The person who stays after all merges.
+/// The person that remains after all merges.
 pub(super) fn present(db: &Connection, person: &str) -> rusqlite::Result<Option<String>> {
     let sql = "WITH RECURSIVE line (id, next) AS (
                  SELECT id, merged_into FROM persons WHERE id = ?1

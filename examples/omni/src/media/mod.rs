@@ -17,9 +17,9 @@ use crate::events::{
     ProcessorType,
 };
 
-/// A file that failed is tried three times more, the first time after this long.
+/// The first retry of a failed file waits this long.
 pub const RETRY_DELAY: Duration = Duration::from_secs(2);
-/// How many times more.
+/// How many times a failed file is retried.
 pub const RETRIES: u32 = 3;
 
 /// Announces each file of a message.
@@ -38,7 +38,7 @@ pub async fn announce(Payload(message): Payload<MessageReceived>) -> Vec<MediaRe
     announced.collect()
 }
 
-/// Processes a file. Says that it began, at once; then what came of it, with the ack or with the retry.
+/// Processes a file. Publishes at once that processing began, and the result with the ack or with the retry.
 pub async fn process(
     Payload(media): Payload<MediaReceived>,
     State(pipeline): State<MediaPipeline>,
@@ -53,7 +53,7 @@ pub async fn process(
         processor_type: processor_of(media.media_type),
         started_at: SystemClock.now(),
     };
-    // Not with the ack: watchers are told while the work is going on. One for each attempt.
+    // Published at once and not with the ack, so that others see it while the work goes on. One for each attempt.
     bus.publish(began.builder()).await?;
     match pipeline.process(media).await {
         Ok(result) => {
@@ -88,7 +88,7 @@ pub async fn process(
     }
 }
 
-/// What is done with a file of this kind.
+/// The kind of processing for this kind of file.
 pub fn processor_of(media: MediaType) -> ProcessorType {
     match media {
         MediaType::Audio => ProcessorType::Transcription,

@@ -1,4 +1,4 @@
-//! What turns files into text: a trait, and a built-in pipeline that gives the same text every time.
+//! Turns files into text: a trait, and a built-in pipeline that always gives the same text.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -47,7 +47,7 @@ pub struct PipelineError {
 }
 
 impl PipelineError {
-    /// A failure that a retry may mend.
+    /// A failure that may not happen again at a retry.
     pub fn passing(text: impl Into<String>) -> Self {
         Self {
             text: text.into(),
@@ -55,7 +55,7 @@ impl PipelineError {
         }
     }
 
-    /// A failure that no retry mends.
+    /// A failure that every retry would repeat.
     pub fn permanent(text: impl Into<String>) -> Self {
         Self {
             text: text.into(),
@@ -63,7 +63,7 @@ impl PipelineError {
         }
     }
 
-    /// Whether no retry mends it.
+    /// Whether every retry would fail in the same way.
     pub fn is_permanent(&self) -> bool {
         self.permanent
     }

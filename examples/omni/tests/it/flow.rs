@@ -59,7 +59,7 @@ async fn check_sender(mut system: System) {
     assert!(!resolved[1].is_new_person && !resolved[1].is_new_identity);
     assert_eq!(system.app.identities.count().await.unwrap(), (1, 1));
 
-    // The service answers a repeated question as it did the first time.
+    // For the same message the service gives the same answer again.
     let request = identity::Resolve {
         message_id: "m1".to_owned(),
         channel: "whatsapp".into(),
@@ -205,7 +205,7 @@ async fn check_unreadable(system: System) {
     let failed: Vec<MediaFailed> = system.published(1).await;
     assert!(!failed[0].will_retry);
     let letters = system.app.bus.dead_letters();
-    // Where the two are not one step, the event may be seen before the dead letter.
+    // On an engine where event and dead letter are two steps, the event may be visible before the dead letter.
     let give_up = Instant::now() + DEADLINE;
     while letters.count(DeadLetterFilter::default()).await.unwrap() == 0 {
         assert!(Instant::now() < give_up, "there is no dead letter");

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use crate::support::{System, message};
 
-/// Whether the client library is there.
+/// `Some` if the client library is installed.
 fn client() -> Option<()> {
     let probe = Command::new("python3")
         .args(["-c", "import nats"])

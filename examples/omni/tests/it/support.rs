@@ -26,7 +26,7 @@ impl System {
         systems
     }
 
-    /// On a real NATS server, with a file beside it; and the URL of the server. `None` (said aloud) without one.
+    /// On a real NATS server, with a file beside it; and the URL of the server. `None`, with a message, without one.
     #[cfg(feature = "nats")]
     pub(crate) async fn on_nats() -> Option<(Self, String)> {
         let url = everbus_testkit::servers::Nats::shared()?.fresh_account();
@@ -67,7 +67,7 @@ impl System {
         typed.collect()
     }
 
-    /// The same with everything the log knows about them.
+    /// The same as records of the log, with positions and times of receipt.
     pub(crate) async fn records(&self, event_type: &str, count: usize) -> Vec<Recorded> {
         let began = Instant::now();
         loop {
@@ -91,7 +91,6 @@ impl System {
     }
 }
 
-/// A message of a user on a channel.
 pub(crate) fn message(number: u32, channel: &str, user: &str, profile: &Value) -> MessageReceived {
     MessageReceived {
         message_id: format!("m{number}"),

@@ -20,7 +20,7 @@ const STREAM: &str = "orders:order-placed";
 const GROUP: &str = "notification-service";
 /// Everbus must consume this many times as fast.
 const LEAST: f64 = 5.0;
-/// A service that says nothing for this long is stuck.
+/// A service that prints nothing for this long is stuck.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 pub(crate) async fn measure(plan: &Plan) -> Outcome<Vec<Line>> {

@@ -39,7 +39,7 @@ ENGINE is postgres, nats, redis or kafka; all if none is named. The servers are 
 
 const ENGINES: [&str; 4] = ["postgres", "nats", "redis", "kafka"];
 
-/// What a run is asked to do.
+/// The options of a run.
 struct Plan {
     json: bool,
     events: usize,

@@ -1,6 +1,6 @@
 //! Redis Streams: Everbus beside the client library, which runs the same scripts with the same arguments.
 //!
-//! The raw loop knows nothing but those scripts: it appends batches over one connection, claims, and settles one claim
+//! The raw loop uses only those scripts: it appends batches over one connection, claims, and settles one claim
 //! while it makes the next. It has no retries, no types, no handlers, and sends a constant in place of the digest of
 //! each event.
 

@@ -15,8 +15,8 @@ const EDIT_HELP: &str = "\
 Without --payload, the payload is opened in the editor that VISUAL or EDITOR names: a program and \
 its arguments, separated by spaces. If it is left as it was, nothing is sent.
 
-The corrected event is a new one, for the group that failed and no other. It carries the metadata \
-edit_of with the id of the original; `everbus dlq show` names it for the original.";
+The corrected event is a new event for the group that failed, and for no other group. Its metadata \
+edit_of has the id of the original; `everbus dlq show` of the original shows the id of the corrected event.";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum DlqCommand {

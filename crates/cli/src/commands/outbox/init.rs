@@ -13,9 +13,9 @@ use crate::stop::Outcome;
 
 pub(super) const INIT_HELP: &str = "\
 A service in any language writes its events with INSERT INTO event_outbox, in the transaction of \
-the data they are about; `everbus outbox relay --outbox FILE` publishes them. The tables are made \
-all together or not at all, and what is there already is left as it is. With --print-sql they can \
-be part of the service's own migrations: everbus outbox init --print-sql | sqlite3 shop.db. It is \
+the data they are about; `everbus outbox relay --outbox FILE` publishes them. Either all tables are created \
+or none, and existing tables are left as they are. With --print-sql the tables can \
+be part of the service's own migrations: everbus outbox init --print-sql | sqlite3 shop.db. It prints \
 the SQL of SQLite, or of PostgreSQL if --outbox or --broker names a database of PostgreSQL.";
 
 #[derive(Debug, Args)]

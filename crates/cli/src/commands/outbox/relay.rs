@@ -26,11 +26,11 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 pub(super) const RELAY_HELP: &str = "\
 The outbox is the table event_outbox, in a database of your own (--outbox shop.db) or in the file \
 of Everbus. Rows are published in their order and marked as sent once the broker has acknowledged \
-them. A row that is rejected is tried five times and then marked as failed; a broker that cannot \
-be reached is waited for. Several relays of one outbox may run: one works, the others stand by.
+them. A row that is rejected is tried five times and then marked as failed. If the broker cannot \
+be reached, the relay waits. Several relays of one outbox may run: one works, the others stand by.
 
 From a database of your own the relay also removes rows, 7 days after they were sent and 30 days \
-after they failed for good. In the file of Everbus that is up to its retention: see \
+after they failed for good. In the file of Everbus retention removes them: see \
 `everbus retention`.";
 
 #[derive(Debug, Args)]
