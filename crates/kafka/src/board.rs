@@ -98,6 +98,8 @@ pub(crate) struct Part {
     open: usize,
     inherited: BTreeMap<u64, Entry>,
     dead: u64,
+    /// Places that the server removed before this process fetched them.
+    dropped: u64,
     born: i64,
     /// Grows with every change that must be durable.
     version: u64,
@@ -214,6 +216,7 @@ pub(crate) struct Counts {
     pub(crate) waiting: u64,
     pub(crate) unhandled: u64,
     pub(crate) dead: u64,
+    pub(crate) dropped: u64,
     /// Everything up to here was handed out or skipped.
     pub(crate) reached: u64,
     /// The highest place that was fetched.

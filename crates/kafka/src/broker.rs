@@ -185,7 +185,9 @@ impl Drop for Kafka {
 
 impl Broker for Kafka {
     fn capabilities(&self) -> Capabilities {
+        let topics = self.shared.registry.topics();
         Capabilities::new("kafka", self.shared.durability())
+            .drops_by_age(topics.iter().any(|(_, note)| note.max_age.is_some()))
             .native_delay(true)
             .fencing(true)
             .exact_attempts(true)

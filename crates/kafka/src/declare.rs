@@ -214,7 +214,6 @@ impl Shared {
     ) -> Result<Starts> {
         let mut starts = Starts::new();
         let last = match from {
-            StartFrom::First => return Ok(starts),
             StartFrom::Last => self.newest(topics, patterns).await?,
             _ => None,
         };
@@ -226,8 +225,10 @@ impl Shared {
         for topic in topics {
             let offsets = (0..topic.partitions).map(|partition| {
                 let key = (topic.name.clone(), partition);
-                let end = ends.get(&key).map_or(0, |(_, end)| *end);
+                let (first, end) = ends.get(&key).copied().unwrap_or_default();
                 match (&times, &last) {
+                    // Events that were removed before are not missing.
+                    _ if matches!(from, StartFrom::First) => first,
                     (Some(times), _) => times.get(&key).copied().unwrap_or(0),
                     (None, Some((name, number, offset)))
                         if *name == topic.name && *number == partition =>
@@ -237,7 +238,10 @@ impl Shared {
                     _ => end,
                 }
             });
-            starts.insert(topic.name.clone(), offsets.collect());
+            let offsets: Vec<i64> = offsets.collect();
+            if !matches!(from, StartFrom::First) || offsets.iter().any(|first| *first > 0) {
+                starts.insert(topic.name.clone(), offsets);
+            }
         }
         Ok(starts)
     }

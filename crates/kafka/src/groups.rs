@@ -58,6 +58,9 @@ pub(crate) struct Note {
     pub(crate) short: String,
     pub(crate) dialect: String,
     pub(crate) partitions: i32,
+    /// The age in milliseconds at which the server removes events, if it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) max_age: Option<u64>,
     /// The types of events that the topic may have. They are separate facts, and are never removed, because the topic
     /// may still have such events.
     #[serde(skip)]

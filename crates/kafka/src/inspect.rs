@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use everbus_core::{GroupInfo, Lag, Position, Recorded, Result, Shard};
+use everbus_core::{GroupInfo, Lag, Position, Recorded, Result, Shard, StreamLag};
 use rdkafka::consumer::Consumer as _;
 use rdkafka::{Offset, TopicPartitionList};
 
@@ -32,6 +32,7 @@ pub(crate) struct State {
     waiting: u64,
     unhandled: u64,
     dead: u64,
+    dropped: u64,
     /// Known events that were not handed out, and those that were and are not settled.
     fresh: Vec<Arc<Recorded>>,
     open: Vec<Arc<Recorded>>,
@@ -152,35 +153,46 @@ impl Shared {
         info.patterns.sort();
         let mut position = everbus_core::Cursor::START;
         let mut types: BTreeMap<Arc<str>, Lag> = BTreeMap::new();
+        // The lag in each topic, and what of it is not known by type.
+        let mut lags: BTreeMap<Arc<str>, Lag> = BTreeMap::new();
         let mut more = Lag::new();
         let mut unread = Vec::new();
         for topic in &topics {
+            let mut untyped = Lag::new();
+            let of_topic = lags.entry(topic.name.as_str().into()).or_default();
             for partition in 0..topic.partitions {
                 let shard = topic.shard(partition);
                 let Some(state) = states.get(&shard) else {
                     continue;
                 };
                 position.advance(Position::new(shard, state.reached));
-                more.in_flight += state.in_flight;
-                more.waiting += state.waiting;
-                more.unhandled += state.unhandled;
-                more.dead_letters += state.dead;
+                untyped.in_flight += state.in_flight;
+                untyped.waiting += state.waiting;
+                untyped.unhandled += state.unhandled;
+                untyped.dead_letters += state.dead;
                 for fresh in &state.fresh {
-                    let lag = types.entry(fresh.event.type_arc().clone()).or_default();
-                    lag.behind += 1;
-                    lag.note_oldest(fresh.received_at);
+                    let fresh_type = fresh.event.type_arc().clone();
+                    for lag in [types.entry(fresh_type).or_default(), &mut *of_topic] {
+                        lag.behind += 1;
+                        lag.note_oldest(fresh.received_at);
+                    }
                 }
                 for open in &state.open {
-                    more.note_oldest(open.received_at);
+                    untyped.note_oldest(open.received_at);
                 }
                 let (first, end) = ends
                     .get(&(topic.name.clone(), partition))
                     .copied()
                     .unwrap_or_default();
-                let from = i64::try_from(state.after).unwrap_or(i64::MAX).max(first);
+                let after = i64::try_from(state.after).unwrap_or(i64::MAX);
+                if topic.max_age.is_some() {
+                    let removed = u64::try_from(first.saturating_sub(after)).unwrap_or(0);
+                    of_topic.dropped += state.dropped + removed;
+                }
+                let from = after.max(first);
                 if end > from {
                     let to = end.min(from.saturating_add(COUNTED));
-                    more.behind += u64::try_from(end - to).unwrap_or(0);
+                    untyped.behind += u64::try_from(end - to).unwrap_or(0);
                     unread.push(Unread {
                         topic: topic.clone(),
                         partition,
@@ -189,11 +201,14 @@ impl Shared {
                     });
                 }
             }
+            of_topic.add(&untyped);
+            more.add(&untyped);
         }
         if !unread.is_empty() {
             let counted = self.count(record, unread).await?;
-            for (event_type, lag) in counted {
+            for ((topic, event_type), lag) in counted {
                 types.entry(event_type).or_default().add(&lag);
+                lags.entry(topic).or_default().add(&lag);
             }
         }
         let now = self.options.clock.now();
@@ -206,20 +221,30 @@ impl Shared {
         info.dead_letters += more.dead_letters;
         info.oldest = [info.oldest, more.oldest].into_iter().flatten().min();
         info.behind_for = info.oldest.map(|at| now.since(at)).unwrap_or_default();
+        // Where no age is declared, the runtime sums the types by stream.
+        if topics.iter().any(|topic| topic.max_age.is_some()) {
+            let streams = topics.iter().filter_map(|topic| {
+                let lag = lags.remove(topic.name.as_str())?;
+                let lag = StreamLag::new(topic.short.as_str().into(), lag, now);
+                Some(lag.with_max_age(topic.max_age))
+            });
+            info.streams = streams.collect();
+        }
         Ok(info)
     }
 
-    /// Reads records that the group has not reached, and counts those that it wants.
+    /// Reads records that the group has not reached, and counts those that it wants, by topic and type.
     async fn count(
         self: &Arc<Self>,
         record: &Arc<Record>,
         unread: Vec<Unread>,
-    ) -> Result<BTreeMap<Arc<str>, Lag>> {
+    ) -> Result<BTreeMap<(Arc<str>, Arc<str>), Lag>> {
         let record = record.clone();
         self.with_reader(move |reader, _| {
-            let mut types: BTreeMap<Arc<str>, Lag> = BTreeMap::new();
+            let mut types: BTreeMap<(Arc<str>, Arc<str>), Lag> = BTreeMap::new();
             for part in &unread {
                 let (topic, saved) = (&part.topic, &part.saved);
+                let name: Arc<str> = topic.name.as_str().into();
                 let all = |_: &str| true;
                 let (found, _) =
                     read_partition(reader, topic, part.partition, part.range, usize::MAX, all)?;
@@ -236,7 +261,8 @@ impl Shared {
                     if done || begun.is_none() && (early || !wanted) {
                         continue;
                     }
-                    let lag = types.entry(event.event.type_arc().clone()).or_default();
+                    let key = (name.clone(), event.event.type_arc().clone());
+                    let lag = types.entry(key).or_default();
                     match begun.map(|entry| entry.last) {
                         None => lag.behind += 1,
                         Some(Last::Running) => lag.in_flight += 1,
@@ -261,6 +287,7 @@ fn local(member: &Member) -> HashMap<Shard, State> {
             waiting: counts.waiting,
             unhandled: counts.unhandled,
             dead: counts.dead,
+            dropped: counts.dropped,
             fresh: counts.fresh,
             open: counts.open,
             saved: None,

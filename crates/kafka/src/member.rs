@@ -575,7 +575,7 @@ impl Member {
                 Arrived::Expected => {}
                 Arrived::Gap(gap) => {
                     let partition = (topic.name.clone(), partition);
-                    gaps.entry(partition).or_insert((position, gap));
+                    gaps.entry(partition).or_insert((slot, position, gap));
                 }
                 Arrived::Anew => {
                     tracing::warn!(target: "everbus::kafka", %group, topic = topic.name, %position, "the topic was removed and created again: it is read from its beginning");
@@ -584,13 +584,15 @@ impl Member {
         }
         drop(board);
         self.changed.notify_waiters();
-        for ((topic, partition), (position, gap)) in gaps {
+        for ((topic, partition), (slot, position, gap)) in gaps {
             // Transaction markers have offsets, too. Records that the server removed are before its first offset.
             let missing = position.place().saturating_sub(gap + 1);
             let ends = consumer.fetch_watermarks(&topic, partition, self.link.timeout);
             let first = ends.map_or(u64::MAX, |(first, _)| u64::try_from(first).unwrap_or(0));
             if first > missing {
-                tracing::error!(target: "everbus::kafka", %group, topic, %position, gap, "the server removed records before the group had them: events may be lost");
+                let dropped = first.min(position.place().saturating_sub(1)) - missing;
+                self.board.lock().note_dropped(slot, dropped);
+                tracing::error!(target: "everbus::kafka", %group, topic, %position, dropped, "the server removed records before the group had them: events may be lost");
             }
         }
     }

@@ -48,6 +48,8 @@ pub(crate) struct Topic {
     pub(crate) max_bytes: usize,
     pub(crate) durability: Durability,
     pub(crate) weaknesses: Vec<Weakness>,
+    /// The age at which the server removes events, also those that a group has not received.
+    pub(crate) max_age: Option<Duration>,
 }
 
 impl Topic {
@@ -61,18 +63,23 @@ impl Topic {
             max_bytes: DEFAULT_MAX_BYTES,
             durability: Durability::Process,
             weaknesses: Vec::new(),
+            max_age: None,
         }
     }
 
     /// A topic that was noted by this or another process, for reading.
     pub(crate) fn of_note(name: &str, note: &Note) -> Self {
         let dialect = note.dialect.parse().unwrap_or(Dialect::Native);
-        Self::new(
+        let topic = Self::new(
             name.to_owned(),
             note.short.clone(),
             dialect,
             note.partitions,
-        )
+        );
+        Self {
+            max_age: note.max_age.map(Duration::from_millis),
+            ..topic
+        }
     }
 
     #[cfg(test)]
@@ -257,6 +264,7 @@ impl Shared {
                 "declare the number that it has: partitions are never added, since keys would move between them",
             ));
         }
+        topic.max_age = wanted.max_age;
         if let Some(config) = configuration(link, &name).await {
             check(&name, &config, &wanted, self.options.allow_shorter_age)?;
             grade(&mut topic, &config, described.copies);
@@ -266,6 +274,9 @@ impl Shared {
             short: wanted.short,
             dialect: wanted.dialect.to_string(),
             partitions: described.partitions,
+            max_age: topic
+                .max_age
+                .map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX)),
             types: noted
                 .as_ref()
                 .map_or_else(Vec::new, |known| known.types.clone()),

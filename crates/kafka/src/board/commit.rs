@@ -92,6 +92,7 @@ impl Board {
         let count = |(slot, part): (&u32, &Part)| {
             let mut counts = Counts {
                 dead: part.dead,
+                dropped: part.dropped,
                 position: part.position,
                 reached: part.position,
                 ..Counts::default()

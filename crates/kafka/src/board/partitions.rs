@@ -49,6 +49,7 @@ impl Board {
             open: 0,
             inherited: saved.entries,
             dead: saved.dead,
+            dropped: 0,
             born: saved.born,
             version: 0,
             committed: 0,
@@ -56,6 +57,13 @@ impl Board {
             refused_until: None,
         };
         self.parts.insert(slot, part);
+    }
+
+    /// Notes that the server removed places before they were fetched.
+    pub(crate) fn note_dropped(&mut self, slot: u32, places: u64) {
+        if let Some(part) = self.parts.get_mut(&slot) {
+            part.dropped += places;
+        }
     }
 
     pub(crate) fn slot(&self, shard: Shard) -> Option<u32> {

@@ -79,6 +79,8 @@ pub(super) fn grade(topic: &mut Topic, config: &ConfigResource, copies: usize) {
     let in_sync = number("min.insync.replicas").unwrap_or(1);
     let unclean = value(config, "unclean.leader.election.enable") == Some("true");
     let flushes = number("flush.messages") == Some(1);
+    let age = number("retention.ms").and_then(|age| u64::try_from(age).ok());
+    topic.max_age = age.map(Duration::from_millis);
     let mut weak = |setting: &str, value: String, advice: &str| {
         topic.weaknesses.push(Weakness::new(
             format!("{setting} of {}", topic.name),
@@ -113,7 +115,7 @@ pub(super) fn grade(topic: &mut Topic, config: &ConfigResource, copies: usize) {
             "a power loss may lose the last moments; set it to 1, or keep several copies",
         );
     }
-    if let Some(age) = number("retention.ms").filter(|age| *age >= 0) {
+    if let Some(age) = age {
         weak(
             "retention.ms",
             age.to_string(),

@@ -23,7 +23,7 @@ async fn refused(url: &str, options: Options) -> Error {
     error
 }
 
-fn host(url: &str) -> String {
+pub(crate) fn host(url: &str) -> String {
     let rest = url.strip_prefix("kafka://").unwrap();
     rest.split('/').next().unwrap().to_owned()
 }

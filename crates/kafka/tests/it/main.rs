@@ -9,6 +9,7 @@
 mod bad_input;
 mod beside;
 mod conformance;
+mod drops;
 mod durability;
 mod faults;
 mod pressure;
