@@ -15,7 +15,7 @@ use everbus_core::{
     DeadLetterTally, DeadLetters, Event, EventId, GroupName, PageRequest, PurgeBasis, Purged,
     Recorded, Replaced, Result, Timestamp,
 };
-use everbus_core::{LETTER_PURGED, no_group};
+use everbus_core::{LETTER_PURGED, letter_kept_for, no_group};
 use everbus_dialects::Dialect;
 use redis::Value;
 
@@ -305,11 +305,14 @@ impl Shared {
         })
     }
 
+    /// Removes open letters up to and including `cutoff`. Their events stay if `kept_for` has the age of the letters;
+    /// otherwise an event that no other group needs is removed with its letter.
     async fn purge_letters(
         &self,
         cutoff: Timestamp,
         basis: PurgeBasis,
         filter: &DeadLetterFilter,
+        kept_for: Option<Duration>,
     ) -> Result<Purged> {
         let mut letters = self.open_letters(filter).await?;
         let cutoff = cutoff.minus(self.ahead_of_server().await?);
@@ -319,6 +322,7 @@ impl Shared {
             time.max(found.letter.record.received_at) <= cutoff
         });
         let groups = self.load_groups().await?;
+        let reason = kept_for.map_or_else(|| LETTER_PURGED.to_owned(), letter_kept_for);
         let mut purged = Purged::default();
         for found in letters {
             let letter = found.letter;
@@ -334,7 +338,8 @@ impl Shared {
             let mut arguments = Arguments::default();
             arguments
                 .text(letter.group.as_str())
-                .text(LETTER_PURGED)
+                .text(&reason)
+                .text(if kept_for.is_some() { "1" } else { "0" })
                 .number(1);
             arguments.text(&found.member).list(&wanting);
             let answer = self.link.run(&PURGE, &arguments).await?.list()?;
@@ -473,7 +478,19 @@ impl DeadLetters for Redis {
     ) -> BoxFuture<'_, Result<Purged>> {
         Box::pin(async move {
             let _running = self.shared.link.enter()?;
-            self.shared.purge_letters(cutoff, basis, &filter).await
+            let purged = self.shared.purge_letters(cutoff, basis, &filter, None);
+            purged.await
+        })
+    }
+
+    fn expire(&self, now: Timestamp, age: Duration) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move {
+            let _running = self.shared.link.enter()?;
+            let (cutoff, all) = (now.minus(age), DeadLetterFilter::default());
+            let purged = self
+                .shared
+                .purge_letters(cutoff, PurgeBasis::Died, &all, Some(age));
+            Ok(purged.await?.dead_letters)
         })
     }
 }

@@ -145,3 +145,50 @@ pub(crate) fn unreadable(what: &str) -> Error {
     let text = format!("the answer of the server cannot be read: {what}");
     Error::new(Code::Internal, text).with_unknown_outcome()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: contract/redis-refusals: each refusal of the server that an operator can meet has a code and a hint
+    #[test]
+    fn each_refusal_has_a_code_and_a_hint() {
+        for (text, code) in [
+            (
+                "LOADING Redis is loading the dataset in memory",
+                Code::Unavailable,
+            ),
+            (
+                "READONLY You can't write against a read only replica.",
+                Code::ReadOnly,
+            ),
+            (
+                "OOM command not allowed when used memory > 'maxmemory'.",
+                Code::DiskFull,
+            ),
+            (
+                "MISCONF Redis is configured to save RDB snapshots",
+                Code::DiskFull,
+            ),
+            (
+                "NOREPLICAS Not enough good replicas to write.",
+                Code::Unavailable,
+            ),
+            ("BUSY Redis is busy running a script.", Code::Busy),
+            ("NOAUTH Authentication required.", Code::InvalidSetting),
+            ("NOPERM User low has no permissions", Code::InvalidSetting),
+            ("MOVED 3999 127.0.0.1:6381", Code::Unsupported),
+            ("CLUSTERDOWN The cluster is down", Code::Unsupported),
+            ("ERR max number of clients reached", Code::Unavailable),
+            ("ERR DB index is out of range", Code::InvalidUrl),
+            ("ERR unknown command 'XADD'", Code::Unsupported),
+        ] {
+            for text in [text.to_owned(), format!("-{text}")] {
+                let error = of_text("one:6379", &text);
+                assert_eq!(error.code(), code, "{error}");
+                assert!(error.message().starts_with("one:6379: "), "{error}");
+                assert!(error.hint_text().is_some(), "{error}");
+            }
+        }
+    }
+}

@@ -3,9 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{
-    Code, DeadLetterFilter, Maintenance, Pruned, PurgeBasis, RETENTION_DUTY, Result, Retention,
-};
+use everbus_core::{Code, Maintenance, Pruned, RETENTION_DUTY, Result, Retention};
 
 use crate::duty::{Duty, DutyState, LastRun, Taken, Turn};
 use crate::holds;
@@ -139,11 +137,7 @@ async fn forget_own(shared: &Shared, retention: &Retention) -> Result<bool> {
     let (Some(letters), Some(age)) = (&engine.dead_letters, retention.dead_letters) else {
         return Ok(inbox);
     };
-    let before = shared.options.clock.now().minus(age);
-    let purged = letters
-        .purge(before, PurgeBasis::Died, DeadLetterFilter::default())
-        .await?;
-    let dead_letters = purged.dead_letters;
+    let dead_letters = letters.expire(shared.options.clock.now(), age).await?;
     if dead_letters > 0 {
         tracing::info!(target: "everbus::retention", dead_letters, "old dead letters were removed");
     }

@@ -106,6 +106,11 @@ async fn the_grade_follows_the_settings() {
             Durability::Memory,
             Some("appendonly yes"),
         ),
+        (
+            RedisOptions::default().set("no-appendfsync-on-rewrite", "yes"),
+            Durability::Process,
+            Some("no-appendfsync-on-rewrite no"),
+        ),
     ];
     for (options, durability, advice) in cases {
         let Some(server) = Redis::start(options) else {
