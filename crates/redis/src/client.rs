@@ -1,7 +1,7 @@
-//! The connection: requests with an answer, and what happens to them when it breaks.
+//! The connection: it sends requests, and says what became of a request when it breaks.
 //!
-//! All requests share one connection, except reads that block. A connection that broke is made anew with the
-//! next request, with a pause that grows while the server is away.
+//! All requests share one connection, except reads that block. The next request replaces a broken connection. The pause
+//! between attempts to connect grows while the server is away.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use crate::config::{Address, Options};
 use crate::errors;
 
-/// The first and the longest pause between two tries to connect.
+/// The first and the longest pause between two attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(640));
 
 /// The connection of one engine.
@@ -35,10 +35,10 @@ pub(crate) struct Link {
 struct Current {
     connection: Option<MultiplexedConnection>,
     number: u64,
-    /// No try to connect before this.
+    /// No attempt to connect before this time.
     not_before: Option<Instant>,
     pause: Duration,
-    /// When the last try failed, and why.
+    /// When the last attempt failed, and why.
     failed: Option<(Instant, Error)>,
 }
 
@@ -125,7 +125,7 @@ impl Link {
         self.running.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// The task has ended.
+    /// Notes the end of a task that [`join`](Self::join) counted.
     pub(crate) fn part(&self) {
         drop(Running(self));
     }
@@ -137,7 +137,7 @@ impl Link {
         }
     }
 
-    /// Refuses new calls. True for the first call.
+    /// Refuses new calls. Returns `true` the first time.
     pub(crate) fn begin_close(&self) -> bool {
         let first = !self.closed.swap(true, Ordering::SeqCst);
         self.closing.notify_waiters();
@@ -184,8 +184,8 @@ impl Link {
         if let Some(connection) = &current.connection {
             return Ok((current.number, connection.clone()));
         }
-        // A try that failed while this caller waited for the lock counts for it too. Otherwise every waiting caller
-        // would wait for a try of its own.
+        // An attempt that failed while this caller waited for the lock counts for this caller too. Otherwise the
+        // waiting callers would try one after another.
         if let Some((at, error)) = &current.failed
             && *at > asked
         {
@@ -286,7 +286,7 @@ impl Link {
     }
 }
 
-/// The arguments of a script, one after another in one buffer: a batch has thousands of them.
+/// The arguments of a script, in one buffer, because a batch has thousands of arguments.
 #[derive(Default)]
 pub(crate) struct Arguments {
     data: Vec<u8>,

@@ -1,7 +1,7 @@
-//! The dead letters: entries of `dlq:{stream}`, found by a hash of each group.
+//! The dead letters: entries of `dlq:{stream}`. A hash for each group finds them.
 //!
 //! A letter that was retried or replaced leaves its stream, so that the length of the stream is the number of open
-//! letters. It is kept apart until the event dies again, or for a month.
+//! letters. It is kept in a hash until the event dies again, for at most a month.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -77,7 +77,7 @@ impl Shared {
                 break;
             }
         }
-        // A scan may name an entry twice.
+        // HSCAN may return an entry twice.
         found.sort_by(|a: &Found, b: &Found| a.member.cmp(&b.member));
         found.dedup_by(|a, b| a.member == b.member);
         Ok(found)
@@ -208,8 +208,8 @@ impl Shared {
         Ok(retried)
     }
 
-    /// Retries a letter whose event was trimmed from its stream: the letter has the whole event. False if the letter is
-    /// not open any more.
+    /// Retries a letter whose event was trimmed from its stream: the letter has a copy of the event. Returns `false` if
+    /// the letter is no longer open.
     async fn restore(&self, record: &Record, found: &Found) -> Result<bool> {
         let group = &found.letter.group;
         let event = found.letter.event().clone().addressed_to(group);
@@ -291,8 +291,8 @@ impl Shared {
         Ok(Appended::new(corrected.id(), position, id.time()))
     }
 
-    /// How far the clock of this process is ahead of the server's, if that is more than a minute. A process whose clock
-    /// is wrong must not take new letters for old ones.
+    /// How far the clock of this process is ahead of the server's, if that is more than a minute. Without this, a
+    /// process with a wrong clock would treat new letters as old ones.
     async fn ahead_of_server(&self) -> Result<Duration> {
         let answer = self.link.ask(&redis::cmd("TIME")).await?.list()?;
         let mut parts = answer.into_iter().map(Read::number);

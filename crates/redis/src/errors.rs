@@ -3,7 +3,7 @@
 use everbus_core::{Code, Error};
 use redis::{ErrorKind, RedisError};
 
-/// An error of the server, by the first word of its text. `None`: it is one of the connection.
+/// Maps an error of the server by the first word of its text. `None` if the connection failed instead.
 pub(crate) fn of_server(server: &str, error: &RedisError) -> Option<Error> {
     let word = match error.kind() {
         ErrorKind::AuthenticationFailed => "WRONGPASS".to_owned(),
@@ -122,7 +122,7 @@ pub(crate) fn of_text(server: &str, text: &str) -> Error {
     of_word(server, word, detail)
 }
 
-/// A key of another type stands where a stream should be.
+/// The error for a key that has the name of a stream and another type.
 pub(crate) fn wrong_type(server: &str, key: &str) -> Error {
     let text = format!("{server}: the key {key:?} is not a stream");
     Error::new(Code::InvalidSetting, text).hint(
@@ -130,7 +130,7 @@ pub(crate) fn wrong_type(server: &str, key: &str) -> Error {
     )
 }
 
-/// The connection broke, or no answer came. With `sent`, the request may have taken effect.
+/// The error for a broken connection or a request without an answer. `sent`: the request may have taken effect.
 pub(crate) fn away(server: &str, what: &str, sent: bool) -> Error {
     let error = Error::new(Code::Unavailable, format!("{server}: {what}"))
         .hint("is the server running? The bus goes on by itself once it is there again");
@@ -140,7 +140,7 @@ pub(crate) fn away(server: &str, what: &str, sent: bool) -> Error {
     }
 }
 
-/// An answer that does not have the form it should have.
+/// The error for an answer with an unexpected form.
 pub(crate) fn unreadable(what: &str) -> Error {
     let text = format!("the answer of the server cannot be read: {what}");
     Error::new(Code::Internal, text).with_unknown_outcome()
