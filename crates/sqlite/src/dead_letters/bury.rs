@@ -133,7 +133,7 @@ fn tell(tx: &mut Tx, group: i64, record: &Recorded, death: &Death) -> Result<()>
     let now = tx.clock.now();
     let mut appender = Appender::new(&tx.conn, &tx.log, now)?;
     match appender.batch(&mut tx.log, vec![notice]) {
-        // Already reported at the same time with another text: once is enough.
+        // A report with another text exists for the same time. One report is enough.
         Err(e) if e.code() == Code::IdReused => Ok(()),
         told => told.map(drop),
     }
