@@ -400,7 +400,7 @@ impl Read for Value {
     }
 }
 
-/// The kind of an answer, without its content: payloads do not belong into errors.
+/// The kind of an answer, without its content: an error must not contain payloads.
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Nil => "nothing",

@@ -36,7 +36,7 @@ scripts! {
     ENDS = "scripts/ends.lua";
     /// Sets the dialects of streams.
     REGISTER = "scripts/register.lua";
-    /// Renews the sign of life of an engine.
+    /// Renews the heartbeat of an engine.
     ALIVE = "scripts/alive.lua";
     /// Takes over messages that other programs read and did not finish.
     SWEEP = "scripts/sweep.lua";

@@ -42,7 +42,7 @@ pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
             ),
             Err(error) if error.code() == Code::EventBusShutdownError => return,
             Err(error) if error.code() == Code::Unsupported => {
-                tracing::debug!(target: "everbus::retention", %error, "this engine keeps everything");
+                tracing::debug!(target: "everbus::retention", %error, "this engine has no retention: it keeps everything");
                 return;
             }
             Err(error) => {
@@ -81,7 +81,7 @@ async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Opt
         loop {
             tokio::select! {
                 done = &mut work => break done,
-                // Fails if another bus has taken the duty, because this process stood still for too long.
+                // Fails if another bus has taken the duty, because this process was suspended for too long.
                 () = tokio::time::sleep(HOLD / 3) => turn.extend(HOLD, clock).await?,
             }
         }
