@@ -22,6 +22,7 @@ pub(crate) struct Link {
     client: Client,
     current: tokio::sync::Mutex<Current>,
     timeout: Duration,
+    tls: bool,
     pub(crate) server: String,
     prefix: String,
     closed: AtomicBool,
@@ -66,6 +67,11 @@ pub(crate) fn link(address: &Address, options: &Options, prefix: &str) -> Result
         })
     };
     let tls = address.tls || options.tls;
+    if tls {
+        // The client library uses the crypto provider of the process. If there is none and the dependencies bring
+        // several, rustls panics, so ring is installed.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    }
     let scheme = if tls { "rediss" } else { "redis" };
     let host = match address.host.contains(':') {
         true => format!("[{}]", address.host),
@@ -102,6 +108,7 @@ pub(crate) fn link(address: &Address, options: &Options, prefix: &str) -> Result
         client: client.map_err(|e| refused(&e))?,
         current: tokio::sync::Mutex::default(),
         timeout: options.timeout,
+        tls,
         server,
         prefix: prefix.to_owned(),
         closed: AtomicBool::new(false),
@@ -172,10 +179,16 @@ impl Link {
             .client
             .get_multiplexed_async_connection_with_config(&config);
         // The server may accept the connection and not answer.
-        match tokio::time::timeout(self.timeout, connecting).await {
+        let connected = match tokio::time::timeout(self.timeout, connecting).await {
             Ok(connection) => connection.map_err(|error| self.error(&error, false)),
             Err(_) => Err(errors::away(&self.server, "no answer in time", false)),
-        }
+        };
+        connected.map_err(
+            |error| match self.tls && error.code() == Code::Unavailable {
+                true => error.hint(errors::TLS_HINT),
+                false => error,
+            },
+        )
     }
 
     async fn connection(&self) -> Result<(u64, MultiplexedConnection)> {

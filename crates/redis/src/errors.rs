@@ -3,6 +3,11 @@
 use everbus_core::{Code, Error};
 use redis::{ErrorKind, RedisError};
 
+/// The hint for a connection with TLS that cannot be made. A server without TLS may close the connection, send
+/// something else, or never answer.
+pub(crate) const TLS_HINT: &str = "is the server running, with TLS on this port (rediss://), and did an authority of \
+    this machine or of broker.tls sign its certificate?";
+
 /// Maps an error of the server by the first word of its text. `None` if the connection failed instead.
 pub(crate) fn of_server(server: &str, error: &RedisError) -> Option<Error> {
     let word = match error.kind() {
