@@ -104,7 +104,7 @@ impl Worker {
             signalled.send_replace(true);
         });
         if number.is_some() {
-            // A thread of its own: a blocked read must not hold up the end of the runtime.
+            // A thread of its own: a blocked read must not delay the end of the runtime.
             std::thread::spawn(move || {
                 let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
                 stop.send_replace(true);

@@ -82,7 +82,7 @@ struct Desk {
     look: Instant,
     /// The stream that the next claim begins with.
     first: usize,
-    /// When events without a handler are looked for.
+    /// When to search for events without a handler.
     orphans: Instant,
 }
 

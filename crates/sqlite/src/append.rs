@@ -249,7 +249,7 @@ impl<'c> Appender<'c> {
         })?;
         let stored = read_stored(self.conn, row, &mut state.type_names)?;
         let first = stored.record;
-        // A damaged event cannot be compared. It counts as another event, and publishing goes on.
+        // A damaged event cannot be compared. It counts as another event, and publishing continues.
         if stored.damage.is_some() || !first.event.same_body(event) {
             return Err(Error::new(
                 Code::IdReused,

@@ -1,7 +1,7 @@
 //! Checks that the open files still have their names.
 //!
-//! Processes can still write to an open file that was deleted or renamed: SQLite goes on and commits succeed,
-//! but a process that opens the file by its name finds nothing of what they wrote.
+//! Processes can still write to an open file that was deleted or renamed: SQLite continues and commits succeed, but a
+//! process that opens the file by its name finds nothing of what they wrote.
 //!
 //! A change of a name changes the modification time of its directory. So for a commit it is enough to read that time,
 //! unless it has changed. Once a second the files are checked in any case, because two changes within one tick of the

@@ -40,8 +40,8 @@ pub(crate) fn write_dead_letter(
     Ok(())
 }
 
-/// Dead-letters a damaged event for a group, with a text that says what is damaged. The row stays as it
-/// is, no handler sees it, and the group goes on.
+/// Dead-letters a damaged event for a group, with a text that says what is damaged. The row stays as it is, no handler
+/// sees it, and the group continues.
 pub(crate) fn bury_damaged(
     tx: &mut Tx,
     group: i64,

@@ -35,10 +35,10 @@ use remove::remove_rows;
 const SLICE: Duration = Duration::from_micros(300);
 /// The most events that one transaction examines.
 const EVENTS: usize = 1024;
-/// Free pages given back in one step at most.
+/// The most free pages that one step returns to the file system.
 const PAGES: u64 = 1024;
-/// The pause between two steps of giving space back while other commands write to the file. At this rate the
-/// steps do not show in the slowest hundredth of the commits.
+/// The pause between two steps that return space, while other commands write to the file. At this rate the steps do not
+/// show in the slowest hundredth of the commits.
 const SPACE_PAUSE: Duration = Duration::from_millis(200);
 
 /// Called with the progress of a run.
@@ -263,10 +263,10 @@ impl<'e> Run<'e> {
         .await
     }
 
-    /// Gives the pages that are free now back to the file system.
+    /// Returns the pages that are free now to the file system.
     ///
-    /// A page must be moved before it can be given back, so this costs publishers more than removing an
-    /// event. New events fill the free pages anyway, so there is no hurry while other commands write.
+    /// A page must be moved before it can be returned, so this costs publishers more than removing an event. New events
+    /// fill the free pages anyway, so there is no hurry while other commands write.
     async fn space(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
         let (page, mut left) = handle.lazy_job(|writer| others::free(&writer.tx)).await?;

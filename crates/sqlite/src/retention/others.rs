@@ -1,5 +1,5 @@
-//! Removing rows with their own age limit: dead letters, payload stages, sent rows of the outbox. And giving space
-//! back.
+//! Removing rows with their own age limit: dead letters, payload stages, sent rows of the outbox. And returning free
+//! space.
 //!
 //! Each step removes a few rows on the writer. Rows that may be large are removed one by one until the time of the step
 //! ends.
@@ -131,7 +131,7 @@ pub(crate) fn free(tx: &Tx) -> Result<(u64, u64)> {
     Ok((pragma(tx, "page_size")?, pragma(tx, "freelist_count")?))
 }
 
-/// Gives some free pages back to the file system. Returns how many.
+/// Returns some free pages to the file system, and their number.
 pub(crate) fn shrink(tx: &Tx, pages: u64, slice: &Slice) -> Result<u64> {
     let doing = |e| from_sqlite("giving space back", e);
     let before = pragma(tx, "page_count")?;
