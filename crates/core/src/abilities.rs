@@ -44,8 +44,8 @@ pub trait Lookup: Send + Sync + 'static {
     fn states(&self, position: Position) -> BoxFuture<'_, Result<Vec<GroupState>>>;
 }
 
-/// Delivers events of the log to a group once more, beside its normal work: the cursor of the group does not move.
-/// If an engine cannot do this, the runtime appends a copy that is addressed to the group.
+/// Redelivers events of the log to a group, beside its normal work: the cursor of the group does not move. If an engine
+/// cannot do this, the runtime appends a copy that is addressed to the group.
 pub trait Redeliver: Send + Sync + 'static {
     /// Queues these events for the group; one answer per position, in order, once durable. The deliveries are marked
     /// [`Delivery::retried`](crate::Delivery::retried) and begin with a fresh set of attempts; in an

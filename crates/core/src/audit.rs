@@ -139,7 +139,7 @@ impl AuditEntry {
                 format!("the details of an audit entry have {details} bytes"),
             )
             .hint(format!(
-                "they may have {MAX_AUDIT_DETAILS_BYTES}; say where the rest is"
+                "they may have {MAX_AUDIT_DETAILS_BYTES}; store the rest elsewhere and name the place"
             )));
         }
         Ok(())

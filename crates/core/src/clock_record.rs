@@ -1,7 +1,7 @@
 //! A record of the clock of a store: whether it can be trusted when data is removed by age.
 //!
-//! A wrong answer of a time server, or a suspended machine, can make a clock jump ahead. Removed data
-//! cannot be restored, so retention waits until the clock has run evenly for some time.
+//! A wrong answer of a time server, or a suspended machine, can make a clock jump ahead. Removed data cannot be
+//! restored, so retention waits until the clock has run without a jump for some time.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ pub struct ClockDoubt {
     pub before: Timestamp,
     /// The time after the jump.
     pub found: Timestamp,
-    /// How long the clock has run evenly since.
+    /// How long the clock has run without a jump since.
     pub even_for: Duration,
 }
 
@@ -35,9 +35,9 @@ impl ClockRecord {
     /// If the clock is more than this ahead of the last check, it is in doubt: it has jumped, or no check ran for this
     /// long.
     pub const LEAP: Duration = Duration::from_secs(3 * 24 * 3600);
-    /// A clock in doubt is trusted again after it has run evenly for this long.
+    /// A clock in doubt is trusted again after it has run without a jump for this long.
     pub const PROOF: Duration = Duration::from_secs(24 * 3600);
-    /// The time between two checks counts as even for at most this long. A running bus checks every hour.
+    /// Each check adds at most this much to [`ClockDoubt::even_for`]. A running bus checks every hour.
     const STEP: Duration = Duration::from_secs(2 * 3600);
 
     /// Returns the record after another check. Without an earlier check, the clock is compared with the newest event,
@@ -78,7 +78,7 @@ impl ClockRecord {
 }
 
 impl ClockDoubt {
-    /// How much longer the clock must run evenly to be trusted again.
+    /// How much longer the clock must run without a jump to be trusted again.
     pub fn left(&self) -> Duration {
         ClockRecord::PROOF.saturating_sub(self.even_for)
     }
@@ -89,7 +89,7 @@ impl std::fmt::Display for ClockDoubt {
         let hours = self.left().as_secs().div_ceil(HOUR.as_secs());
         write!(
             f,
-            "the clock jumped from {} to {} between two checks; retention waits until it has run evenly for \
+            "the clock jumped from {} to {} between two checks; retention waits until it has run without a jump for \
              {hours} more hours of running, or until an operator confirms that it is right",
             self.before, self.found
         )

@@ -471,6 +471,15 @@ pub trait DeadLetters: Send + Sync + 'static {
         basis: PurgeBasis,
         filter: DeadLetterFilter,
     ) -> BoxFuture<'_, Result<Purged>>;
+
+    /// Deletes open dead letters that died at least `age` before `now`, and keeps their events. Each failed group counts
+    /// as having skipped the event, with the reason [`letter_kept_for`]. Returns how many dead letters were deleted.
+    ///
+    /// Only retention calls this, and only for an engine without a [`Maintenance`](crate::Maintenance).
+    fn expire(&self, now: Timestamp, age: Duration) -> BoxFuture<'_, Result<u64>> {
+        let _ = (now, age);
+        Box::pin(std::future::ready(Err(cannot("expiring dead letters"))))
+    }
 }
 
 /// The result of a purge.

@@ -72,7 +72,7 @@ pub struct Weakness {
 }
 
 impl Weakness {
-    /// A setting with its value, and what to do about it.
+    /// A setting with its value, and the advice how to change it.
     pub fn new(
         setting: impl Into<String>,
         value: impl Into<String>,

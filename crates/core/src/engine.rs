@@ -40,7 +40,7 @@ pub struct Engine {
     pub lookup: Option<Arc<dyn Lookup>>,
     /// Knows when every group has settled an event.
     pub settled: Option<Arc<dyn Settled>>,
-    /// Delivers events to a group once more.
+    /// Redelivers events to a group.
     pub redeliver: Option<Arc<dyn Redeliver>>,
     /// Counts and drops the pending events of a stream.
     pub depth: Option<Arc<dyn Depth>>,

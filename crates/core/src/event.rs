@@ -510,9 +510,9 @@ impl Event {
 
     /// Whether publishing `other` under the same id is a repetition of the same publish.
     ///
-    /// The content must be equal: type, version, payload, content type, tenant, app, entity, key, metadata
-    /// and address. Values that may differ in a second try are ignored: the times, the source, correlation,
-    /// causation and trace, and whether a bridge brought it.
+    /// The content must be equal: type, version, payload, content type, tenant, app, entity, key, metadata and address.
+    /// Values that may differ in a repetition are ignored: the times, the source, correlation, causation and trace, and
+    /// whether a bridge brought it.
     pub fn same_body(&self, other: &Event) -> bool {
         let (a, b) = (
             self.attributes().unwrap_or(Attributes::NONE),

@@ -198,7 +198,7 @@ pub fn no_group(name: &GroupName) -> Error {
 pub fn other_lifetime(spec: &GroupSpec) -> Error {
     if spec.name.is_unnamed() {
         return Error::new(Code::InvalidSetting, "the unnamed group is never ephemeral")
-            .hint("leave the group out, and a name is chosen for it");
+            .hint("leave the name of the group out: the bus chooses one");
     }
     let what = if spec.ephemeral {
         "exists and is not an ephemeral group of this process"

@@ -191,13 +191,13 @@ pub fn revision_conflict(key: &str, expected: u64, found: Option<u64>) -> Error 
     };
     let wanted = match expected {
         ABSENT => "was to be absent".to_owned(),
-        revision => format!("was to have revision {revision}"),
+        revision => format!("should have revision {revision}"),
     };
     Error::new(
         Code::RevisionConflict,
         format!("{key:?} {wanted}, but {found}"),
     )
-    .hint("get the key again, and decide on its present value")
+    .hint("get the key again, and decide by its current value")
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A broker that wraps another broker: for tests, for counting, for planting faults.
+//! A broker that wraps another broker: for tests, for counting, for fault injection.
 
 use std::time::Duration;
 

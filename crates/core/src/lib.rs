@@ -6,9 +6,9 @@
 //! 2. [`Broker`] and [`Consumer`]: how events move (append, fetch, settle). [`BrokerLayer`]: a broker
 //!    that wraps another.
 //! 3. [`Position`], [`Shard`], [`Cursor`]: the position of an event, and the progress of a reader.
-//! 4. Optional abilities of an engine: [`Log`], [`Lookup`], [`Settled`], [`Redeliver`], [`Depth`],
-//!    [`DeadLetters`], [`Inbox`], [`Maintenance`], and its memory: [`History`], [`Payloads`], [`Audit`],
-//!    [`Checkpoints`], [`OutboxSource`], [`Orphans`], [`KeyValue`].
+//! 4. Optional abilities of an engine: [`Log`], [`Lookup`], [`Settled`], [`Redeliver`], [`Depth`], [`DeadLetters`],
+//!    [`Inbox`], [`Maintenance`], and its records: [`History`], [`Payloads`], [`Audit`], [`Checkpoints`],
+//!    [`OutboxSource`], [`Orphans`], [`KeyValue`].
 //! 5. [`RetryPolicy`], [`Clock`], [`Progress`], [`Window`]: small pure parts that every engine shares.
 //!
 //! Every failure is an [`Error`] with a stable [`Code`] and a hint.

@@ -240,7 +240,7 @@ impl CheckReport {
     pub fn note_clock(&mut self, known: &ClockRecord) {
         let detail = match &known.doubt {
             Some(doubt) => format!("in doubt: {doubt}"),
-            None => format!("believed, seen last at {}", known.seen),
+            None => format!("trusted, last seen at {}", known.seen),
         };
         self.add("clock", true, detail);
     }
@@ -297,8 +297,8 @@ pub trait Maintenance: Send + Sync + 'static {
         ))))
     }
 
-    /// Checks the clock before data is removed by age. Returns a doubt if the clock has jumped ahead and has not run
-    /// evenly for long enough since. An engine that uses the clock of its server may always return `None`.
+    /// Checks the clock before data is removed by age. Returns a doubt if the clock has jumped ahead, and has not run
+    /// without a jump for long enough since. An engine that uses the clock of its server may always return `None`.
     fn look_at_clock(&self) -> BoxFuture<'_, Result<Option<ClockDoubt>>> {
         Box::pin(std::future::ready(Ok(None)))
     }

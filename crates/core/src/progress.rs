@@ -78,7 +78,7 @@ impl Progress {
         }
         let mut first = first.max(self.floor + 1);
         let mut last = last;
-        // An earlier range that reaches into (or up to) the new one is joined with it.
+        // An earlier range that overlaps or touches the new one is merged with it.
         if let Some((&begin, &end)) = self.done.range(..first).next_back()
             && end >= first - 1
         {

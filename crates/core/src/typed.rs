@@ -75,7 +75,7 @@ impl Event {
     /// [`Code::InvalidPayloadError`], as is a payload that does not fit.
     pub fn typed<'a, T: TypedEvent + Deserialize<'a>>(&'a self) -> Result<T> {
         if self.event_type() != T::TYPE {
-            return Err(self.not_readable_as::<T>("read it as the type that it is"));
+            return Err(self.not_readable_as::<T>("read it as its own type"));
         }
         if self.version() != T::VERSION {
             return Err(self.not_readable_as::<T>(

@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 /// Beyond the concurrency, as many events are handed out as are settled in this many steps: an outcome waits for the
-/// current step and then for its own, and handlers are not equally quick.
+/// end of the current step and then for its own step, and some handlers are quicker than others.
 const LEAD: f64 = 4.0;
 
 /// If fewer than this many events are settled per step, the wait for a step is negligible compared to the
@@ -35,7 +35,7 @@ pub struct Window {
     /// How many more events than the concurrency may have begun.
     ahead: usize,
     settled_at: Option<Instant>,
-    /// How many events were settled lately, and in how many seconds. At each update, the earlier numbers count half.
+    /// How many events were settled recently, and in how many seconds. Each update halves the earlier numbers.
     recent: (f64, f64),
 }
 

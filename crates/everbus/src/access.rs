@@ -1,11 +1,11 @@
-//! Access to a server: credentials, and what a URL has no place for.
+//! Access to a server: credentials, and settings that a URL cannot contain.
 
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// How a bus gets access to its server. Engines without a server ignore it; that of PostgreSQL has all of it in
-/// its URL, and refuses it here.
+/// How a bus gets access to its server. An engine without a server ignores it. The PostgreSQL engine takes all of it
+/// from its URL, and refuses it here.
 ///
 /// ```
 /// use everbus::Access;
@@ -25,22 +25,22 @@ pub struct Access {
     pub token: Option<String>,
     /// A credentials file, or the seed of an nkey (NATS).
     pub creds: Option<String>,
-    /// How user and password are shown to the server: `PLAIN`, `SCRAM-SHA-256` or `SCRAM-SHA-512` (Kafka).
+    /// The SASL mechanism for user and password: `PLAIN`, `SCRAM-SHA-256` or `SCRAM-SHA-512` (Kafka).
     pub sasl: Option<String>,
     /// TLS is required.
     pub tls: bool,
     /// A file with root certificates, beside those of the system.
     pub ca_file: Option<PathBuf>,
-    /// Messages that are not of their stream's dialect go to handlers as they are. Otherwise they are
+    /// Whether messages that are not in the dialect of their stream go to handlers unchanged. Otherwise they are
     /// dead-lettered.
     pub raw_foreign: bool,
-    /// The server syncs each write before it answers, which NATS does not tell its clients.
+    /// Whether the server syncs each write before it answers. A NATS server does not report this to its clients.
     pub synced: bool,
-    /// Copies of streams that declare no number.
+    /// The number of replicas of streams that declare none.
     pub copies: Option<u32>,
-    /// A stream may get a shorter age than it has, which deletes what is older.
+    /// Whether the age of an existing stream may be shortened, which deletes older events.
     pub allow_shorter_age: bool,
-    /// What only Redis has.
+    /// Settings that only Redis has.
     pub redis: RedisAccess,
 }
 
@@ -52,13 +52,13 @@ pub struct RedisAccess {
     pub window: Option<Duration>,
     /// Messages that another program read for one of our groups and did not finish are taken over after this long.
     pub stale_after: Option<Duration>,
-    /// How many of them are looked at in one step.
+    /// How many of these messages are examined in one step.
     pub stale_count: Option<usize>,
-    /// How many finished events a stream keeps that declares no limit.
+    /// How many finished events a stream without a declared limit keeps.
     pub keep_finished: Option<u64>,
-    /// How long an answer of the server may take.
+    /// How long the engine waits for an answer of the server.
     pub timeout: Option<Duration>,
-    /// A server whose eviction policy may delete streams is used all the same.
+    /// Whether a server is used although its eviction policy may delete streams.
     pub allow_eviction: bool,
     /// A new group with a wildcard also gets streams that only other programs have written.
     pub adopt_streams: bool,

@@ -3,8 +3,8 @@
 //!
 //! The record of a duty is a value in the store. It says which turn was last taken, by which process, and until when.
 //! It changes only by compare-and-set on its revision, so of several processes one gets a turn. The revision is the
-//! *fencing token*: a process that stood still while its turn ran out cannot finish, extend or give back the turn of
-//! another process.
+//! *fencing token*: a process that was suspended until its turn had expired cannot finish, extend or release the turn
+//! of another process.
 
 use std::time::Duration;
 
@@ -16,10 +16,10 @@ use crate::kv::Kv;
 /// The bucket of the records.
 pub const BUCKET: &str = "everbus-duties";
 
-/// Clocks of processes may differ. A record from further ahead than this was written by a clock that was wrong.
+/// Clocks of processes may differ. A record whose time is further ahead than this was written with a wrong clock.
 const CLOCK_SET_BACK: Duration = Duration::from_secs(24 * 3600);
 
-/// How often a record that another process changed at the same time is read again.
+/// How many times a record is read again because another process changed it at the same time.
 const TRIES: usize = 8;
 
 /// The record of a duty.
@@ -31,7 +31,7 @@ pub struct DutyState {
     pub owner: String,
     /// When the turn began.
     pub taken_at: Timestamp,
-    /// The process has the duty until then, unless it has finished.
+    /// The process has the duty until this time, unless it finishes earlier.
     pub until: Timestamp,
     /// When the turn was finished.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -45,7 +45,7 @@ pub struct DutyState {
 }
 
 impl DutyState {
-    /// Whether a process is at work on it at this time.
+    /// Whether a process has the duty at this time.
     pub fn is_held(&self, now: Timestamp) -> bool {
         self.finished_at.is_none() && now < self.until
     }
@@ -102,8 +102,8 @@ impl Duty {
         self.take_if(turn, hold, clock, |_| true).await
     }
 
-    /// As [`take`](Self::take), if the duty is due by its record. The record is the one that the turn replaces: a turn of
-    /// another process that ends meanwhile is seen.
+    /// As [`take`](Self::take), if the duty is due by its record. The check uses the record that the turn replaces, so
+    /// it sees a turn of another process that ended meanwhile.
     pub(crate) async fn take_if(
         &self,
         turn: Timestamp,
@@ -145,7 +145,7 @@ impl Duty {
             }
         }
         let what = format!(
-            "the record of the duty {:?} changes all the time",
+            "other processes keep changing the record of the duty {:?}",
             self.name
         );
         Err(Error::new(Code::Busy, what))
@@ -156,7 +156,7 @@ impl Duty {
     }
 }
 
-/// The last run of a periodic duty, for operators. It decides nothing.
+/// The last run of a periodic duty, for operators. No decision depends on it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LastRun {
     /// The process that ran it.
@@ -313,7 +313,7 @@ mod tests {
         }
     }
 
-    // A process that looked before another one's turn must see what that turn has done.
+    // A process that read the record before the turn of another process must see the result of that turn.
     #[tokio::test]
     async fn a_duty_that_is_not_due_any_more_is_left() {
         let (_bus, clock, kv) = stage().await;

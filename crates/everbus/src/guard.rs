@@ -54,7 +54,7 @@ pub(crate) fn placed(location: &str, trace: &Backtrace) -> String {
     }
 }
 
-/// After this many frames a recursion only repeats itself.
+/// After this many frames, a recursion only repeats the same frames.
 const MOST_FRAMES: usize = 32;
 
 /// The frames of the user's code and of Everbus in a backtrace: those of the standard library, the runtime

@@ -1,6 +1,7 @@
 //! The scheme of a URL, as opposed to a path.
 
-/// Splits `scheme:rest`. A single letter is a drive, and with a slash before the colon it is a path.
+/// Splits `scheme:rest`. A single letter before the colon is a drive, and a text with a slash before the colon is a
+/// path: both have no scheme.
 pub(crate) fn split_scheme(url: &str) -> Option<(&str, &str)> {
     let (scheme, rest) = url.split_once(':')?;
     let is_scheme = scheme.len() > 1

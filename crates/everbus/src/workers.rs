@@ -1,8 +1,8 @@
 //! Several processes of one program that share the work of its groups.
 //!
-//! A program that is too slow as one process runs as several: the processes compete for the events of each
-//! group, on any engine that several processes can open. [`run`] starts the program again as workers, watches them,
-//! and ends with them.
+//! A program that is too slow as one process runs as several: the processes compete for the events of each group, on
+//! any engine that several processes can open. [`run`] starts the program again as worker processes, watches them, and
+//! ends when they end.
 //!
 //! ```no_run
 //! use everbus::{Bus, Router, workers};
@@ -48,13 +48,12 @@ pub const WORKER: &str = "EVERBUS_WORKER";
 /// The first and the longest pause before a worker is started again.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
-/// A worker that ran for this long was not broken from the start.
+/// A worker that ran for this long was healthy at its start: its next pause is the first one again.
 const STEADY: Duration = Duration::from_secs(60);
-/// How long workers may take to shut down: the 30 seconds of a bus, 5 for its outcomes, and some to spare.
+/// How long workers may take to shut down: the 30 seconds of a bus, 5 for its outcomes, and 5 to spare.
 pub const GRACE: Duration = Duration::from_secs(40);
 
-/// Runs `work` in several processes of this program, until they are told to stop. With a count of 1 it runs in this
-/// process.
+/// Runs `work` in several processes of this program, until they must stop. With a count of 1 it runs in this process.
 ///
 /// The workers are started with the arguments and the environment of this process, and with [`WORKER`].
 pub async fn run<W>(count: usize, work: W) -> ExitCode
@@ -64,7 +63,7 @@ where
     run_within(GRACE, count, work).await
 }
 
-/// As [`run`], for workers that need another time to shut down: after it, those that are left are killed.
+/// As [`run`], with another time for workers to shut down. Workers that still run after it are killed.
 pub async fn run_within<W>(grace: Duration, count: usize, work: W) -> ExitCode
 where
     W: AsyncFnOnce(Worker) -> Result<(), BoxError>,
@@ -105,7 +104,7 @@ impl Worker {
             signalled.send_replace(true);
         });
         if number.is_some() {
-            // A thread of its own: a blocked read must not hold up the end of the runtime.
+            // A thread of its own: a blocked read must not delay the end of the runtime.
             std::thread::spawn(move || {
                 let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
                 stop.send_replace(true);
@@ -130,7 +129,7 @@ impl Worker {
     }
 }
 
-/// Starts processes, starts them again when they fail, and ends with them.
+/// Starts processes, starts them again when they fail, and ends when they end.
 pub struct Supervisor {
     count: usize,
     command: Box<dyn Fn(usize) -> Command + Send + Sync>,
@@ -138,7 +137,8 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// For so many processes; `command` makes the one with this number, from 1. Their standard input is taken.
+    /// A supervisor of `count` processes. `command` builds the command of a process from its number, counted from 1.
+    /// The supervisor uses the standard input of the processes.
     pub fn new(count: usize, command: impl Fn(usize) -> Command + Send + Sync + 'static) -> Self {
         Self {
             count,
@@ -179,7 +179,7 @@ impl Supervisor {
             let started = Instant::now();
             let ended = match self.start(number) {
                 Ok(mut child) => {
-                    // Held here: waiting for a child would close it, and the worker would stop.
+                    // Held here, because waiting for a child closes its standard input, and the worker would stop.
                     let _stdin = child.stdin.take();
                     tokio::select! {
                         ended = child.wait() => ended,
@@ -204,7 +204,7 @@ impl Supervisor {
             tracing::warn!(target: "everbus::workers", number, why, again_in = ?pause, "a worker ended");
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
-                // Its events wait, and it did not end well.
+                // The worker did not end well, and its events wait.
                 () = reached(&mut stopping, Stop::Asked) => return false,
             }
             pause = (pause * 2).min(LONGEST_PAUSE);
@@ -240,7 +240,7 @@ impl std::fmt::Debug for Supervisor {
     }
 }
 
-/// How urgently the processes are to end.
+/// How urgently the processes must end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Stop {
     No,
@@ -258,7 +258,7 @@ fn terminate(child: &Child) {
     use rustix::process::{Pid, Signal, kill_process};
     let pid = child.id().and_then(|id| i32::try_from(id).ok());
     if let Some(pid) = pid.and_then(Pid::from_raw) {
-        // It may have ended in this moment.
+        // The process may have ended at this moment.
         let _ = kill_process(pid, Signal::TERM);
     }
 }
@@ -276,7 +276,7 @@ async fn stop_signal() {
         signal(SignalKind::interrupt()),
     );
     let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
-        // Without signals the process ends as the system ends it.
+        // Without signal handling, the system ends the process.
         return std::future::pending().await;
     };
     tokio::select! {

@@ -19,10 +19,10 @@ pub(crate) struct MemoryConsumer {
     options: ConsumeOptions,
 }
 
-/// The result of one look for events.
+/// The result of one search for events.
 enum Look {
     Got(Vec<Delivery>),
-    /// No event can be delivered now. `until` is the time of the next look, if nothing else happens before.
+    /// No event can be delivered now. `until` is the time of the next search, unless a wake-up comes earlier.
     Nothing {
         until: Option<Timestamp>,
     },
@@ -141,7 +141,7 @@ impl Drop for MemoryConsumer {
     }
 }
 
-/// How long it takes from an outcome to the delivery that takes its place: two tasks have to run.
+/// The time from an outcome to the next delivery: two tasks have to run.
 const STEP: Duration = Duration::from_micros(100);
 
 /// A consumer in its group: what it handles, and how many events it may get.

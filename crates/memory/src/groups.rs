@@ -26,7 +26,7 @@ pub(crate) struct Group {
     /// for later events.
     pub(crate) declared_at: u64,
     pub(crate) subscriptions: Vec<SubscriptionInfo>,
-    /// How far the group has come: every event up to here was delivered, has a waiting row, or was skipped.
+    /// The cursor of the group: every event up to here was delivered, has a waiting row, or was skipped.
     pub(crate) cursor: u64,
     /// Which events are settled or skipped. A retried dead letter is one of them, and has a row again.
     pub(crate) done: Progress,
@@ -84,7 +84,7 @@ pub(crate) struct Claim {
     pub(crate) taken: Vec<u64>,
     /// Rows that had no handler for too long. They are already removed from the group.
     pub(crate) orphans: Vec<Row>,
-    /// When to check again, if nothing else happens before.
+    /// When to check again, unless a wake-up comes earlier.
     pub(crate) next: Option<Timestamp>,
 }
 

@@ -27,7 +27,7 @@ impl Handled {
         self.0.insert(key(group, event), now);
     }
 
-    /// Forgets what a group has handled. This only frees memory: a number of a group is never used again.
+    /// Removes the records of a group. This only frees memory, because the number of a group is never used again.
     pub(crate) fn remove_group(&mut self, group: u64) {
         self.0.retain(|(number, _, _), _| *number != group);
     }

@@ -121,7 +121,7 @@ struct Watcher {
 }
 
 impl Watcher {
-    /// Looks for a change of the bucket since the last look, and returns when the next value expires.
+    /// Finds the changes of the bucket since the last call, and returns when the next value expires.
     fn look(&mut self) -> Result<Option<Timestamp>> {
         let mut state = self.memory.open_state()?;
         state.values.expire(self.memory.now());

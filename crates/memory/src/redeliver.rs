@@ -1,4 +1,4 @@
-//! Delivering events to a group again.
+//! Redelivery: a group gets events again that it has finished.
 
 use everbus_core::{BoxFuture, GroupName, Position, Redeliver, Redelivery, Result, Timestamp};
 
@@ -6,7 +6,7 @@ use crate::broker::Memory;
 use crate::state::State;
 
 impl State {
-    /// Delivers an event to a group once more, if the group has finished it.
+    /// Redelivers an event to a group that has finished it.
     pub(crate) fn redeliver(&mut self, group: u64, position: u64, now: Timestamp) -> Redelivery {
         let answer = self.redeliverable(group, position);
         if answer == Redelivery::Queued
@@ -18,7 +18,7 @@ impl State {
         answer
     }
 
-    /// Whether an event could be delivered to a group once more.
+    /// What a redelivery of an event to a group would do.
     pub(crate) fn redeliverable(&self, group: u64, position: u64) -> Redelivery {
         let (Some(_), Some(group)) = (self.records.get(position), self.groups.get(&group)) else {
             return Redelivery::Gone;

@@ -1,7 +1,7 @@
 //! Appending: one script for a batch, which stores all of it or nothing.
 //!
-//! An id is known for a window, with the place of its event and a digest of its body. So a publish whose answer
-//! was lost can be repeated.
+//! For a window of time the server remembers each id, with the position of its event and a digest of its body. So a
+//! publish whose answer was lost can be repeated.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -89,7 +89,7 @@ impl Shared {
         }
     }
 
-    /// Adds an event to the arguments of a script. One that the server would refuse for its size is refused here.
+    /// Adds an event to the arguments of a script. Refuses an event that is too large for the server.
     pub(crate) fn write_event(&self, event: &Event, arguments: &mut Arguments) -> Result<()> {
         self.write_event_by(&mut None, event, arguments)
     }
@@ -155,7 +155,7 @@ impl Shared {
             });
             let error = match answer {
                 Err(error) if matches!(error.code(), Code::Unavailable | Code::Busy) => error,
-                // An earlier try may have been stored, whatever the server says to this one.
+                // An earlier attempt may have been stored, whatever the server answers to this one.
                 Err(error) if unknown => return Err(error.with_unknown_outcome()),
                 answer => return answer,
             };

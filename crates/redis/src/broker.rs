@@ -28,7 +28,7 @@ pub(crate) struct Shared {
     pub(crate) space: Space,
     pub(crate) options: Options,
     pub(crate) grade: Grade,
-    /// The largest value that the server takes.
+    /// The largest value that the server accepts, in bytes.
     pub(crate) max_bulk: u64,
     /// The name of this engine in leases and as the owner of ephemeral groups.
     pub(crate) owner: String,
@@ -179,7 +179,7 @@ impl Broker for Redis {
             shared.start_tasks();
             let consumer = RedisConsumer::start(shared.clone(), known, options);
             // An error is ignored, because a full memory must not keep a consumer from starting. Other engines learn
-            // the handlers with the next sign of life.
+            // the handlers with the next heartbeat.
             let _ = shared.tell_handlers().await;
             Ok(Box::new(consumer) as Box<dyn Consumer>)
         })

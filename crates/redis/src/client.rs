@@ -1,7 +1,7 @@
-//! The connection: requests with an answer, and what happens to them when it breaks.
+//! The connection: it sends requests, and says what became of a request when it breaks.
 //!
-//! All requests share one connection, except reads that block. A connection that broke is made anew with the
-//! next request, with a pause that grows while the server is away.
+//! All requests share one connection, except reads that block. The next request replaces a broken connection. The pause
+//! between attempts to connect grows while the server is away.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use tokio::sync::Notify;
 use crate::config::{Address, Options};
 use crate::errors;
 
-/// The first and the longest pause between two tries to connect.
+/// The first and the longest pause between two attempts to connect.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(640));
 
 /// The connection of one engine.
@@ -22,6 +22,7 @@ pub(crate) struct Link {
     client: Client,
     current: tokio::sync::Mutex<Current>,
     timeout: Duration,
+    tls: bool,
     pub(crate) server: String,
     prefix: String,
     closed: AtomicBool,
@@ -35,10 +36,10 @@ pub(crate) struct Link {
 struct Current {
     connection: Option<MultiplexedConnection>,
     number: u64,
-    /// No try to connect before this.
+    /// No attempt to connect before this time.
     not_before: Option<Instant>,
     pause: Duration,
-    /// When the last try failed, and why.
+    /// When the last attempt failed, and why.
     failed: Option<(Instant, Error)>,
 }
 
@@ -66,6 +67,11 @@ pub(crate) fn link(address: &Address, options: &Options, prefix: &str) -> Result
         })
     };
     let tls = address.tls || options.tls;
+    if tls {
+        // The client library uses the crypto provider of the process. If there is none and the dependencies bring
+        // several, rustls panics, so ring is installed.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+    }
     let scheme = if tls { "rediss" } else { "redis" };
     let host = match address.host.contains(':') {
         true => format!("[{}]", address.host),
@@ -102,6 +108,7 @@ pub(crate) fn link(address: &Address, options: &Options, prefix: &str) -> Result
         client: client.map_err(|e| refused(&e))?,
         current: tokio::sync::Mutex::default(),
         timeout: options.timeout,
+        tls,
         server,
         prefix: prefix.to_owned(),
         closed: AtomicBool::new(false),
@@ -125,7 +132,7 @@ impl Link {
         self.running.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// The task has ended.
+    /// Notes the end of a task that [`join`](Self::join) counted.
     pub(crate) fn part(&self) {
         drop(Running(self));
     }
@@ -137,7 +144,7 @@ impl Link {
         }
     }
 
-    /// Refuses new calls. True for the first call.
+    /// Refuses new calls. Returns `true` the first time.
     pub(crate) fn begin_close(&self) -> bool {
         let first = !self.closed.swap(true, Ordering::SeqCst);
         self.closing.notify_waiters();
@@ -172,10 +179,16 @@ impl Link {
             .client
             .get_multiplexed_async_connection_with_config(&config);
         // The server may accept the connection and not answer.
-        match tokio::time::timeout(self.timeout, connecting).await {
+        let connected = match tokio::time::timeout(self.timeout, connecting).await {
             Ok(connection) => connection.map_err(|error| self.error(&error, false)),
             Err(_) => Err(errors::away(&self.server, "no answer in time", false)),
-        }
+        };
+        connected.map_err(
+            |error| match self.tls && error.code() == Code::Unavailable {
+                true => error.hint(errors::TLS_HINT),
+                false => error,
+            },
+        )
     }
 
     async fn connection(&self) -> Result<(u64, MultiplexedConnection)> {
@@ -184,8 +197,8 @@ impl Link {
         if let Some(connection) = &current.connection {
             return Ok((current.number, connection.clone()));
         }
-        // A try that failed while this caller waited for the lock counts for it too. Otherwise every waiting caller
-        // would wait for a try of its own.
+        // An attempt that failed while this caller waited for the lock counts for this caller too. Otherwise the
+        // waiting callers would try one after another.
         if let Some((at, error)) = &current.failed
             && *at > asked
         {
@@ -286,7 +299,7 @@ impl Link {
     }
 }
 
-/// The arguments of a script, one after another in one buffer: a batch has thousands of them.
+/// The arguments of a script, in one buffer, because a batch has thousands of arguments.
 #[derive(Default)]
 pub(crate) struct Arguments {
     data: Vec<u8>,
@@ -400,7 +413,7 @@ impl Read for Value {
     }
 }
 
-/// The kind of an answer, without its content: payloads do not belong into errors.
+/// The kind of an answer, without its content: an error must not contain payloads.
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Nil => "nothing",

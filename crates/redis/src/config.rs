@@ -25,29 +25,29 @@ pub struct Options {
     pub user: Option<String>,
     /// The password, if the URL has none.
     pub password: Option<String>,
-    /// TLS is required, also with `redis://`.
+    /// Whether TLS is required, also with `redis://`.
     pub tls: bool,
     /// A file with the root certificates to trust instead of those of the system.
     pub ca_file: Option<PathBuf>,
-    /// How long an answer of the server may take.
+    /// How long the engine waits for an answer of the server.
     pub timeout: Duration,
     /// For how long a repeated id is recognised. Each id takes about 200 bytes of the server's memory meanwhile.
     pub window: Duration,
     /// Messages that another program read for one of our groups and did not finish are taken over after this
     /// long.
     pub stale_after: Duration,
-    /// How many such messages are looked at in one step.
+    /// How many such messages are examined in one step.
     pub stale_count: usize,
-    /// How many finished events a stream without a declared limit keeps, once a group consumes it. So the memory is
-    /// bounded by this number and by the unfinished events. `None`: all finished events are kept.
+    /// How many finished events a stream without a declared limit keeps, once a group consumes it. This number and the
+    /// unfinished events bound the memory. `None`: all finished events are kept.
     pub keep_finished: Option<u64>,
-    /// Messages that are not of the stream's dialect are handed to handlers as they are. Otherwise they are
+    /// Whether messages that are not in the dialect of their stream go to handlers unchanged. Otherwise they are
     /// dead-lettered with the reason.
     pub raw_foreign: bool,
-    /// A server is used even if its eviction policy may delete streams.
+    /// Whether a server is used although its eviction policy may delete streams.
     pub allow_eviction: bool,
     /// A new group with a wildcard also gets streams that only other programs have written: all keys of the database
-    /// are looked at once when the group is declared. Otherwise a wildcard finds streams that Everbus has seen.
+    /// are scanned once when the group is declared. Otherwise a wildcard finds streams that Everbus has seen.
     pub adopt_streams: bool,
 }
 
@@ -139,7 +139,7 @@ pub(crate) fn parse(url: &str) -> Result<Address> {
         _ => return bad("the URL does not begin with redis:// or rediss://"),
     };
     if rest.contains(['?', '#']) {
-        return bad("settings after a question mark are not read");
+        return bad("settings after a question mark are not supported");
     }
     let (place, path) = rest.split_once('/').unwrap_or((rest, ""));
     let (secrets, place) = match place.rsplit_once('@') {
@@ -184,10 +184,12 @@ pub(crate) fn parse(url: &str) -> Result<Address> {
     };
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_');
     if space.len() > 32 || !space.chars().all(fits) {
-        return bad("the space after the database is not up to 32 letters, digits, - and _");
+        return bad(
+            "the space after the database may only have letters, digits, - and _, and at most 32 of them",
+        );
     }
     if OWN_NAMES.contains(&space) {
-        return bad("this space has the name of a key that the engine has itself");
+        return bad("the engine uses this name for its own keys: choose another space");
     }
     Ok(Address {
         host: host.to_owned(),
@@ -200,7 +202,7 @@ pub(crate) fn parse(url: &str) -> Result<Address> {
     })
 }
 
-/// `%40` is an @: passwords may have any character.
+/// Decodes percent escapes, such as `%40` for @, because passwords may have any character.
 fn unescape(text: &str) -> Result<String> {
     let bad = || {
         let what = "user or password in the URL have an invalid %";

@@ -1,7 +1,7 @@
 //! The consumer: it claims as many events as a fetch wants, and hands them out.
 //!
-//! A claim runs in a task of its own, so that a fetch that is dropped loses nothing: the claimed events are on the
-//! desk for the next fetch. If no fetch comes, they are given back without an attempt.
+//! A claim runs in a task of its own, so that a dropped fetch loses nothing: the claimed events stay in the `Desk` for
+//! the next fetch. If no fetch comes, they are released without counting an attempt.
 
 use std::collections::VecDeque;
 use std::pin::pin;
@@ -28,13 +28,13 @@ use crate::registry::Registry;
 use crate::scripts::CLAIM;
 use crate::wire::{self, Around, Source};
 
-/// The most events of one claim: the server does nothing else meanwhile.
+/// The largest number of events in one claim. The server does nothing else while it runs the script of a claim.
 const MOST: usize = 512;
-/// An idle consumer looks this often for events that another process gave back.
+/// How often an idle consumer tries a claim, because another process may have released events.
 const LOOK: Duration = Duration::from_secs(1);
 /// The pause after a failed claim.
 const AFTER_ERROR: Duration = Duration::from_millis(200);
-/// For how long an event of a type without a handler here is left to other processes.
+/// How long this process leaves an event that it has no handler for to other processes.
 const LEFT: Duration = Duration::from_secs(5);
 
 /// An event under a lease that no fetch has taken yet.
@@ -73,7 +73,7 @@ struct Desk {
     settled: usize,
     /// How long the last claim took.
     step: Duration,
-    /// The most events that the next claim may ask for: fewer after claims whose answers did not come.
+    /// The most events that the next claim may ask for. It falls after claims that got no answer.
     most: usize,
     /// The tags of claims whose answers were lost.
     undo: Vec<String>,
@@ -82,7 +82,7 @@ struct Desk {
     look: Instant,
     /// The stream that the next claim begins with.
     first: usize,
-    /// When events without a handler are looked for.
+    /// When to search for events without a handler.
     orphans: Instant,
 }
 
@@ -146,13 +146,13 @@ impl RedisConsumer {
 }
 
 impl Inner {
-    /// Notes that deliveries were settled, and wakes the fetch: there may be room.
+    /// Notes that deliveries were settled, and wakes the fetch, because there may be room for new events.
     pub(crate) fn settled(&self, count: usize) {
         self.desk.lock().settled += count;
         self.changed.notify_waiters();
     }
 
-    /// Claims again after this long at the latest.
+    /// Makes the next claim happen after this time at the latest.
     pub(crate) fn look_after(&self, after: Duration) {
         {
             let mut desk = self.desk.lock();
@@ -182,7 +182,7 @@ impl Inner {
         changed
     }
 
-    /// Takes events that are ready. Events that waited too long are given back instead.
+    /// Takes events that are ready. Events that waited too long are released instead.
     fn take(self: &Arc<Self>, max: usize) -> Result<Vec<Delivery>> {
         let mut desk = self.desk.lock();
         if let Some(error) = &desk.error {
@@ -268,7 +268,7 @@ impl Inner {
         (more >= want).then_some(more)
     }
 
-    /// Puts claimed events on the desk; `last`: no other claim is under way.
+    /// Stores claimed events for the next fetch. `last`: no other claim is running.
     async fn put(self: &Arc<Self>, claimed: Result<Vec<Item>>, want: usize, last: bool) {
         let ended = {
             let mut desk = self.desk.lock();
@@ -304,7 +304,7 @@ impl Inner {
         (most.saturating_sub(held + desk.ready.len() + coming), next)
     }
 
-    /// Gives back events that no fetch takes in time.
+    /// Releases events that no fetch takes in time.
     fn expire_later(self: &Arc<Self>) {
         if self.desk.lock().ready.is_empty() {
             return;
@@ -344,7 +344,7 @@ impl Inner {
             due.retain(|key| space.wanted(key, &handled));
             let mut new = due.clone();
             new.retain(|key| space.wanted(key, &known.patterns));
-            // Each stream has its turn at being the first.
+            // The streams take turns at being the first, so that each of them gets its share.
             for keys in [&mut due, &mut new] {
                 let middle = turn.checked_rem(keys.len()).unwrap_or(0);
                 keys.rotate_left(middle);
@@ -423,7 +423,7 @@ impl Inner {
         }
         Err(Error::new(
             Code::Busy,
-            "the group is changed by others all the time",
+            "other processes keep changing the group",
         ))
     }
 
@@ -478,7 +478,7 @@ impl Inner {
                 items.push(item);
             }
         }
-        // Ids grow over all streams: the oldest first.
+        // The oldest event first: ids grow across all streams.
         items.sort_by_key(|item| item.record.position.place());
         let done = passed
             .into_iter()
@@ -491,15 +491,15 @@ impl Inner {
             if items.is_empty() {
                 self.desk.lock().look = Instant::now();
             }
-            // An event that cannot be put aside now comes again when its lease ends.
+            // If this fails, the events come again when their leases end.
             if let Err(error) = self.shared.put_aside(&self.group, &aside).await {
-                tracing::debug!(target: "everbus::redis", group = %self.group.name, %error, "putting events aside");
+                tracing::debug!(target: "everbus::redis", group = %self.group.name, %error, "events that this process does not handle could not be released");
             }
         }
         Ok(items)
     }
 
-    /// An event as the script hands it out. `last` has the stream of the event before, which is often the same.
+    /// Reads an event from the answer to a claim. `last` has the stream of the event before, which is often the same.
     pub(crate) fn item(
         &self,
         value: Value,
@@ -563,7 +563,7 @@ impl Inner {
         Ok((item, times))
     }
 
-    /// Gives events back without an attempt, in the background.
+    /// Releases events in the background, without counting an attempt.
     fn give_back(self: &Arc<Self>, items: Vec<Item>) {
         if items.is_empty() {
             return;
@@ -587,13 +587,14 @@ impl Inner {
             .map(|item| (item.member, item.proof, Some(Duration::ZERO)))
             .collect();
         if let Err(error) = self.shared.put_aside(&self.group, &items).await {
-            tracing::debug!(target: "everbus::redis", group = %self.group.name, %error, "giving events back");
+            tracing::debug!(target: "everbus::redis", group = %self.group.name, %error, "claimed events could not be released");
         }
         self.group.poke(Duration::ZERO);
     }
 
     pub(crate) fn deliver(self: &Arc<Self>, item: Item) -> Delivery {
-        // Not the token of the server: a server that lost writes may give the same token again.
+        // A number of this process, not the token of the server: a server that lost writes may issue the same token
+        // twice.
         let number = self.shared.number();
         let words = [self.group.number, number];
         let lease = Lease::new(item.record.position, words).with_text(item.member.clone());
@@ -696,7 +697,7 @@ impl Consumer for RedisConsumer {
                     changed.await;
                 }
             };
-            // Events that could not be given back come again when their leases end.
+            // Events that could not be released come again when their leases end.
             let _ = tokio::time::timeout(Duration::from_secs(5), ended).await;
             Ok(())
         })

@@ -1,7 +1,7 @@
-//! The dead letters: entries of `dlq:{stream}`, found by a hash of each group.
+//! The dead letters: entries of `dlq:{stream}`. A hash for each group finds them.
 //!
 //! A letter that was retried or replaced leaves its stream, so that the length of the stream is the number of open
-//! letters. It is kept apart until the event dies again, or for a month.
+//! letters. It is kept in a hash until the event dies again, for at most a month.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use everbus_core::{
     DeadLetterTally, DeadLetters, Event, EventId, GroupName, PageRequest, PurgeBasis, Purged,
     Recorded, Replaced, Result, Timestamp,
 };
-use everbus_core::{LETTER_PURGED, no_group};
+use everbus_core::{LETTER_PURGED, letter_kept_for, no_group};
 use everbus_dialects::Dialect;
 use redis::Value;
 
@@ -77,7 +77,7 @@ impl Shared {
                 break;
             }
         }
-        // A scan may name an entry twice.
+        // HSCAN may return an entry twice.
         found.sort_by(|a: &Found, b: &Found| a.member.cmp(&b.member));
         found.dedup_by(|a, b| a.member == b.member);
         Ok(found)
@@ -208,8 +208,8 @@ impl Shared {
         Ok(retried)
     }
 
-    /// Retries a letter whose event was trimmed from its stream: the letter has the whole event. False if the letter is
-    /// not open any more.
+    /// Retries a letter whose event was trimmed from its stream: the letter has a copy of the event. Returns `false` if
+    /// the letter is no longer open.
     async fn restore(&self, record: &Record, found: &Found) -> Result<bool> {
         let group = &found.letter.group;
         let event = found.letter.event().clone().addressed_to(group);
@@ -291,8 +291,8 @@ impl Shared {
         Ok(Appended::new(corrected.id(), position, id.time()))
     }
 
-    /// How far the clock of this process is ahead of the server's, if that is more than a minute. A process whose clock
-    /// is wrong must not take new letters for old ones.
+    /// How far the clock of this process is ahead of the server's, if that is more than a minute. Without this, a
+    /// process with a wrong clock would treat new letters as old ones.
     async fn ahead_of_server(&self) -> Result<Duration> {
         let answer = self.link.ask(&redis::cmd("TIME")).await?.list()?;
         let mut parts = answer.into_iter().map(Read::number);
@@ -305,11 +305,14 @@ impl Shared {
         })
     }
 
+    /// Removes open letters up to and including `cutoff`. Their events stay if `kept_for` has the age of the letters;
+    /// otherwise an event that no other group needs is removed with its letter.
     async fn purge_letters(
         &self,
         cutoff: Timestamp,
         basis: PurgeBasis,
         filter: &DeadLetterFilter,
+        kept_for: Option<Duration>,
     ) -> Result<Purged> {
         let mut letters = self.open_letters(filter).await?;
         let cutoff = cutoff.minus(self.ahead_of_server().await?);
@@ -319,6 +322,7 @@ impl Shared {
             time.max(found.letter.record.received_at) <= cutoff
         });
         let groups = self.load_groups().await?;
+        let reason = kept_for.map_or_else(|| LETTER_PURGED.to_owned(), letter_kept_for);
         let mut purged = Purged::default();
         for found in letters {
             let letter = found.letter;
@@ -334,7 +338,8 @@ impl Shared {
             let mut arguments = Arguments::default();
             arguments
                 .text(letter.group.as_str())
-                .text(LETTER_PURGED)
+                .text(&reason)
+                .text(if kept_for.is_some() { "1" } else { "0" })
                 .number(1);
             arguments.text(&found.member).list(&wanting);
             let answer = self.link.run(&PURGE, &arguments).await?.list()?;
@@ -473,7 +478,19 @@ impl DeadLetters for Redis {
     ) -> BoxFuture<'_, Result<Purged>> {
         Box::pin(async move {
             let _running = self.shared.link.enter()?;
-            self.shared.purge_letters(cutoff, basis, &filter).await
+            let purged = self.shared.purge_letters(cutoff, basis, &filter, None);
+            purged.await
+        })
+    }
+
+    fn expire(&self, now: Timestamp, age: Duration) -> BoxFuture<'_, Result<u64>> {
+        Box::pin(async move {
+            let _running = self.shared.link.enter()?;
+            let (cutoff, all) = (now.minus(age), DeadLetterFilter::default());
+            let purged = self
+                .shared
+                .purge_letters(cutoff, PurgeBasis::Died, &all, Some(age));
+            Ok(purged.await?.dead_letters)
         })
     }
 }

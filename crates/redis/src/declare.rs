@@ -15,14 +15,14 @@ use crate::keys::{self, EntryId};
 use crate::registry::Registry;
 use crate::scripts::{DECLARE, LAST, REMOVE};
 
-/// How often a change of a record is tried, if other processes change the same record at the same time.
+/// How many times a change of a record is attempted while other processes change the same record.
 const TRIES: usize = 50;
 
 /// A stream that a group begins to consume.
 struct Join {
     key: String,
     dialect: Dialect,
-    /// After this id.
+    /// The group gets the events after this id.
     start: EntryId,
 }
 
@@ -94,7 +94,7 @@ impl Shared {
             group.poke(std::time::Duration::ZERO);
             return declared(&group.record(), &spec);
         }
-        let what = format!("the group {} is changed by others all the time", spec.name);
+        let what = format!("other processes keep changing the group {}", spec.name);
         Err(Error::new(Code::Busy, what))
     }
 
@@ -239,8 +239,8 @@ impl Shared {
         Ok(newest)
     }
 
-    /// Stores a record in place of the revision that was read; `0` if there was none. `None` if another process was
-    /// faster, or if a stream has appeared.
+    /// Stores a record in place of the revision that was read; `0` if there was none. `None` if another process has
+    /// changed the record meanwhile, or if a stream has appeared.
     async fn save(
         &self,
         record: &Record,
@@ -304,7 +304,7 @@ impl Shared {
         }
     }
 
-    /// Removes a group with everything that it has. False if there is none, or none of this revision.
+    /// Removes a group with all its records. Returns `false` if there is no group of this name and revision.
     pub(crate) async fn remove(&self, name: &str, revision: Option<&str>) -> Result<bool> {
         let mut arguments = Arguments::default();
         arguments.text(name).text(keys::group_name(name));

@@ -3,7 +3,12 @@
 use everbus_core::{Code, Error};
 use redis::{ErrorKind, RedisError};
 
-/// An error of the server, by the first word of its text. `None`: it is one of the connection.
+/// The hint for a connection with TLS that cannot be made. A server without TLS may close the connection, send
+/// something else, or never answer.
+pub(crate) const TLS_HINT: &str = "is the server running, with TLS on this port (rediss://), and did an authority of \
+    this machine or of broker.tls sign its certificate?";
+
+/// Maps an error of the server by the first word of its text. `None` if the connection failed instead.
 pub(crate) fn of_server(server: &str, error: &RedisError) -> Option<Error> {
     let word = match error.kind() {
         ErrorKind::AuthenticationFailed => "WRONGPASS".to_owned(),
@@ -122,7 +127,7 @@ pub(crate) fn of_text(server: &str, text: &str) -> Error {
     of_word(server, word, detail)
 }
 
-/// A key of another type stands where a stream should be.
+/// The error for a key that has the name of a stream and another type.
 pub(crate) fn wrong_type(server: &str, key: &str) -> Error {
     let text = format!("{server}: the key {key:?} is not a stream");
     Error::new(Code::InvalidSetting, text).hint(
@@ -130,7 +135,7 @@ pub(crate) fn wrong_type(server: &str, key: &str) -> Error {
     )
 }
 
-/// The connection broke, or no answer came. With `sent`, the request may have taken effect.
+/// The error for a broken connection or a request without an answer. `sent`: the request may have taken effect.
 pub(crate) fn away(server: &str, what: &str, sent: bool) -> Error {
     let error = Error::new(Code::Unavailable, format!("{server}: {what}"))
         .hint("is the server running? The bus goes on by itself once it is there again");
@@ -140,8 +145,55 @@ pub(crate) fn away(server: &str, what: &str, sent: bool) -> Error {
     }
 }
 
-/// An answer that does not have the form it should have.
+/// The error for an answer with an unexpected form.
 pub(crate) fn unreadable(what: &str) -> Error {
     let text = format!("the answer of the server cannot be read: {what}");
     Error::new(Code::Internal, text).with_unknown_outcome()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: contract/redis-refusals: each refusal of the server that an operator can meet has a code and a hint
+    #[test]
+    fn each_refusal_has_a_code_and_a_hint() {
+        for (text, code) in [
+            (
+                "LOADING Redis is loading the dataset in memory",
+                Code::Unavailable,
+            ),
+            (
+                "READONLY You can't write against a read only replica.",
+                Code::ReadOnly,
+            ),
+            (
+                "OOM command not allowed when used memory > 'maxmemory'.",
+                Code::DiskFull,
+            ),
+            (
+                "MISCONF Redis is configured to save RDB snapshots",
+                Code::DiskFull,
+            ),
+            (
+                "NOREPLICAS Not enough good replicas to write.",
+                Code::Unavailable,
+            ),
+            ("BUSY Redis is busy running a script.", Code::Busy),
+            ("NOAUTH Authentication required.", Code::InvalidSetting),
+            ("NOPERM User low has no permissions", Code::InvalidSetting),
+            ("MOVED 3999 127.0.0.1:6381", Code::Unsupported),
+            ("CLUSTERDOWN The cluster is down", Code::Unsupported),
+            ("ERR max number of clients reached", Code::Unavailable),
+            ("ERR DB index is out of range", Code::InvalidUrl),
+            ("ERR unknown command 'XADD'", Code::Unsupported),
+        ] {
+            for text in [text.to_owned(), format!("-{text}")] {
+                let error = of_text("one:6379", &text);
+                assert_eq!(error.code(), code, "{error}");
+                assert!(error.message().starts_with("one:6379: "), "{error}");
+                assert!(error.hint_text().is_some(), "{error}");
+            }
+        }
+    }
 }

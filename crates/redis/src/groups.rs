@@ -1,8 +1,8 @@
-//! The groups as the server keeps them: one record for each, in a hash.
+//! The groups as the server stores them: one record for each group, in a hash.
 //!
-//! A record has what a consumer group of Redis has no place for: whether it is ordered, its subscriptions, the
-//! engine that an ephemeral group belongs to. Each change gives it another revision, and claims name the revision
-//! that they know: a process with an older record is told so, and reads it again.
+//! A record has what a consumer group of Redis cannot store: whether the group is ordered, its subscriptions, the
+//! engine that an ephemeral group belongs to. Each change gives the record a new revision. A claim names the revision
+//! that its process knows; with an older revision the claim is refused, and the process reads the record again.
 
 use std::sync::{Arc, Weak};
 
@@ -26,7 +26,7 @@ pub(crate) struct Record {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) owner: Option<String>,
     pub(crate) created_at: Timestamp,
-    /// Events that were received earlier are not for the group.
+    /// The group skips events that were received before this time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) since: Option<Timestamp>,
     pub(crate) subscriptions: Vec<Subscription>,
@@ -66,7 +66,7 @@ impl Record {
 pub(crate) struct Group {
     pub(crate) name: GroupName,
     known: RwLock<Known>,
-    /// Its number in this process: a group that is created anew gets another one.
+    /// Its number in this process: a group that is removed and created again gets another number.
     pub(crate) number: u64,
     pub(crate) consumers: Mutex<Vec<Weak<Inner>>>,
 }
@@ -122,7 +122,7 @@ impl Group {
         Ok(())
     }
 
-    /// Lets the consumers of this process look for events after this long.
+    /// Makes the consumers of this process try a claim after this time.
     pub(crate) fn poke(&self, after: std::time::Duration) {
         let mut consumers = self.consumers.lock();
         consumers.retain(|consumer| match consumer.upgrade() {
@@ -177,7 +177,7 @@ impl Shared {
         let Some((record, revision)) = self.load_group(group.name.as_str()).await? else {
             return Ok(None);
         };
-        // A group of this name that was created anew is another one.
+        // A group that was removed and created again is another group.
         if record.created_at != group.record().created_at {
             return Ok(None);
         }

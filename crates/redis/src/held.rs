@@ -20,12 +20,12 @@ pub(crate) struct Hold {
     pub(crate) key: Arc<str>,
     /// The event on the server: id and stream.
     pub(crate) member: Arc<str>,
-    /// The token of the hand-out, and the tag of its claim.
+    /// The token of the delivery, and the tag of its claim.
     pub(crate) proof: Arc<str>,
     pub(crate) record: Arc<Recorded>,
     pub(crate) attempt: u32,
     pub(crate) failures: Vec<Failure>,
-    /// It was retried from the dead letters, or is delivered once more.
+    /// Whether the event was retried from the dead letters, or redelivered.
     pub(crate) again: bool,
 }
 
@@ -80,8 +80,8 @@ impl Held {
         }
     }
 
-    /// Removes deliveries that are settled or lost. Each consumer is told once how many: it claims as many as there is
-    /// room for.
+    /// Removes deliveries that are settled or lost. Tells each consumer once how many of its deliveries ended, so that
+    /// it can claim new events.
     pub(crate) fn free<'a>(&self, leases: impl IntoIterator<Item = &'a Lease>) {
         let mut freed: Vec<(Arc<Hold>, usize)> = Vec::new();
         let mut inside = self.inner.lock();
@@ -103,8 +103,8 @@ impl Held {
         }
     }
 
-    /// How many deliveries a consumer holds. Only if there are at least `room`: forgets deliveries whose lease has
-    /// ended, and also returns when the first of the other leases ends.
+    /// Counts the deliveries that a consumer holds. If there are at least `room`, first removes those whose lease has
+    /// ended, and also returns when the next lease ends.
     pub(crate) fn count(&self, consumer: u64, room: usize) -> (usize, Option<Instant>) {
         let mut inside = self.inner.lock();
         let count = inside.counts.get(&consumer).copied().unwrap_or_default();

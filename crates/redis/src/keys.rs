@@ -53,7 +53,7 @@ impl Space {
         format!("{}{}", self.streams, encode(event_type))
     }
 
-    /// The stream without the space.
+    /// The name of a stream without the prefix of the space.
     pub(crate) fn plain<'a>(&self, key: &'a str) -> &'a str {
         key.strip_prefix(&self.streams).unwrap_or(key)
     }
@@ -173,7 +173,7 @@ fn decode(key: &str) -> String {
     }
 }
 
-/// The name of a stream in positions: blanks and commas are encoded, and a long name is cut.
+/// The name of a stream in positions: spaces and commas are encoded, and a long name is cut.
 fn shard_name(key: &str) -> String {
     let odd = |c: char| c.is_control() || c.is_whitespace() || c == ',';
     let fits = |text: &str| !text.is_empty() && text.chars().count() <= 255;
@@ -219,8 +219,8 @@ impl EntryId {
         Self::parse(std::str::from_utf8(text).ok()?)
     }
 
-    /// The place of the entry in its stream: 42 bits of time, 22 of the number. Ids that other programs chose
-    /// beyond that share the last place.
+    /// The place of the entry in its stream: 42 bits of time, 22 of the number. Larger ids, which only other programs
+    /// write, share the last place.
     pub(crate) fn place(self) -> u64 {
         if self.ms > MOST_MS {
             return u64::MAX;

@@ -14,7 +14,7 @@ use crate::broker::{Redis, Shared};
 use crate::client::{Arguments, Read as _};
 use crate::scripts::{KV_DELETE, KV_PUT};
 
-/// How often a watcher looks.
+/// How often a watcher reads its bucket.
 const PAUSE: Duration = Duration::from_millis(50);
 
 impl Shared {
@@ -48,7 +48,7 @@ impl Shared {
         }
     }
 
-    /// The values of a bucket that are newer than a revision, and the revisions of all.
+    /// Every key of a bucket with its revision, and with its value if the value is newer than `after`.
     async fn kv_all(&self, bucket: &str, after: u64) -> Result<Vec<(String, Option<Bytes>, u64)>> {
         let mut all = redis::cmd("HKEYS");
         let keys = self

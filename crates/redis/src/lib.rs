@@ -4,7 +4,7 @@
 //! |---|---|
 //! | type | a stream `{domain}:{event-type}`; a type without this form is encoded (`keys`) |
 //! | event | an entry in the dialect of its stream (`wire`) |
-//! | id | a key that expires with the window, with the place of the event and the digest of its body (`append`) |
+//! | id | a key that expires with the window, with the position of the event and the digest of its body (`append`) |
 //! | position | stream and packed id; ids grow over all streams of the engine |
 //! | declared stream | limits and dialect of the streams that its patterns cover (`registry`) |
 //! | group | a record in `everbus:groups`, and a consumer group of its name on each stream that it wants |
@@ -12,7 +12,7 @@
 //! | lease | its end in a sorted set, its token in a hash; a script compares both (`settle`) |
 //! | retry after a delay, release | the due time in a sorted set |
 //! | order by key | the events of a key in a sorted set; only the first may be handed out |
-//! | dead letter | an entry of `dlq:{stream}`, in the step of the ack; a retried one is kept apart (`dead_letters`) |
+//! | dead letter | an entry of `dlq:{stream}`, written by the script that acks the event; a retried one is kept in a hash (`dead_letters`) |
 //! | wake-up | a blocking read on a connection of its own (`tasks`) |
 //! | inbox, values by key | a sorted set for each group; hashes that expire |
 //!
@@ -20,17 +20,17 @@
 //!
 //! # Limits
 //!
-//! - One primary. Replicas trail: after a failover, events that the replica had not received are gone, although
-//!   their publishes were acknowledged. `min-replicas-to-write` bounds that and does not prevent it.
-//! - Ids are known for a window (ten minutes by default).
+//! - One primary. Replicas lag behind it: after a failover, events that the replica had not received are gone, although
+//!   their publishes were acknowledged. `min-replicas-to-write` limits this loss and does not prevent it.
+//! - Repeated ids are recognised for a window (ten minutes by default).
 //! - A stream that only other programs write is found if a group names its type, or if the stream is declared. A
 //!   wildcard finds streams that Everbus has seen, or all streams of the database ([`Options::adopt_streams`]).
-//! - An event that no process has a handler for becomes a dead letter in the end (`orphans`), also if it waits for a
+//! - An event that no process has a handler for eventually becomes a dead letter (`orphans`), even if it waits for a
 //!   retry.
 //! - Another program that trims a stream (`MAXLEN`) or deletes entries may take events that a group has yet to
 //!   read. They are reported as lost, in the log and by `inspect`, unless another program reads for the group too.
 //! - Entries of other programs have no ordering key.
-//! - An ephemeral group ends when its engine gave no sign of life for fifteen seconds.
+//! - An ephemeral group ends when its engine has sent no heartbeat for fifteen seconds.
 //! - Inside an ordered group, order by key holds over all its streams, by the ids of the entries.
 
 mod append;
@@ -67,7 +67,7 @@ use crate::keys::Space;
 
 pub use config::{DEFAULT_KEPT, DEFAULT_STALE, DEFAULT_WINDOW, Options};
 
-/// Connects to a server and opens the engine. A server that would lose events by its settings is refused.
+/// Connects to a server and opens the engine. Refuses a server whose settings make it delete events.
 pub async fn open(url: &str, options: Options) -> Result<Engine> {
     let address = config::parse(url)?;
     let space = Space::new(&address.space);

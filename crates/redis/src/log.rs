@@ -67,7 +67,7 @@ impl Shared {
     ) -> Result<(Vec<Arc<Recorded>>, EntryId)> {
         let mut found = Vec::new();
         let Some(mut reached) = EntryId::end_of_place(after) else {
-            // Ids beyond 42 bits of time share a place: a reader that has come there cannot go on.
+            // Ids beyond 42 bits of time share a place: a reader that has reached this place cannot continue.
             static WARNED: std::sync::Once = std::sync::Once::new();
             WARNED.call_once(|| {
                 tracing::warn!(target: "everbus::redis", stream = key, "entries with ids far in the future are read only once, and not all of them");

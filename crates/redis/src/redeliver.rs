@@ -1,4 +1,4 @@
-//! Delivering events to a group once more.
+//! Redelivery: a group gets events again that it has finished.
 
 use everbus_core::{BoxFuture, GroupName, Position, Redeliver, Redelivery, Result, no_group};
 
@@ -8,7 +8,7 @@ use crate::keys::{self, EntryId};
 use crate::scripts::REVIVE;
 
 impl Shared {
-    /// Delivers events once more (`what` is `event`), or only says what that would do (`ask`).
+    /// Redelivers events (`what` is `event`), or only reports what a redelivery would do (`ask`).
     async fn redeliver(
         &self,
         name: &GroupName,
@@ -34,7 +34,7 @@ impl Shared {
         for position in positions {
             let of_shard = |key: &&String| self.space.shard(key).ok() == Some(position.shard());
             let key = registry.streams.keys().find(of_shard);
-            // A shard that is not known here has no stream.
+            // A shard that this process does not know has no stream.
             let key = key.map_or("", String::as_str);
             let wants = self.space.wanted(key, &patterns);
             let id = EntryId::at_place(position.place());

@@ -32,7 +32,7 @@ impl Shared {
 
     /// Reads the registry.
     pub(crate) async fn load_registry(&self) -> Result<Arc<Registry>> {
-        // The version first: what is read after it is at least as new.
+        // Reads the version first: the streams that are read after it are at least as new.
         let mut get = redis::cmd("GET");
         get.arg(self.space.own("registry"));
         let version = self.link.ask(&get).await?.text()?;

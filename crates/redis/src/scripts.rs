@@ -32,13 +32,13 @@ scripts! {
     INSPECT = "scripts/inspect.lua";
     /// The last ids of streams.
     LAST = "scripts/last.lua";
-    /// An id that is smaller than those of all later entries.
+    /// Reads an id that is smaller than the ids of all later entries.
     ENDS = "scripts/ends.lua";
     /// Sets the dialects of streams.
     REGISTER = "scripts/register.lua";
-    /// Renews the sign of life of an engine.
+    /// Renews the heartbeat of an engine.
     ALIVE = "scripts/alive.lua";
-    /// Takes over messages that other programs left unfinished.
+    /// Takes over messages that other programs read and did not finish.
     SWEEP = "scripts/sweep.lua";
     /// Removes events that every group has finished.
     TRIM = "scripts/trim.lua";
@@ -52,7 +52,7 @@ scripts! {
     ORPHANS = "scripts/orphans.lua";
     /// A page of dead letters.
     LETTERS = "scripts/letters.lua";
-    /// Delivers events to a group once more.
+    /// Redelivers events to a group.
     REVIVE = "scripts/revive.lua";
     /// Retries a dead letter from its own copy of the event.
     RESTORE = "scripts/restore.lua";

@@ -1,4 +1,4 @@
-//! The backlog of a stream: counted, dropped from, and trimmed.
+//! The backlog of a stream: counts it, drops the oldest events of it, and trims the stream.
 //!
 //! Trimming removes only events that every group has finished, whatever the limit of the stream is.
 
@@ -16,7 +16,7 @@ use crate::scripts::{DROP, MISSED, TIDY, TRIM};
 
 /// How long a dead letter is kept after it was retried or replaced.
 const KEPT_RETRIED: Duration = Duration::from_secs(30 * 24 * 3600);
-/// How many records are looked at in one step.
+/// How many records are examined in one step.
 const STEP: usize = 200;
 
 /// How much of a stream is kept: a number of events, or the events of a time. It is recorded as `500000 -1`: events and
@@ -100,7 +100,7 @@ impl Shared {
                 .text(DROPPED)
                 .number(keep)
                 .list(&keys);
-            // In steps, so that the server is not blocked for long.
+            // Drops in steps, so that the server is not blocked for long.
             loop {
                 let step = self.link.run(&DROP, &arguments).await?.list()?;
                 if step.is_empty() {
@@ -208,8 +208,8 @@ impl Shared {
         Ok(limits)
     }
 
-    /// The limit of a stream: the one that this process declares, else the recorded one, else the default of this
-    /// process. A declared limit is recorded.
+    /// The limit of a stream: the one that this process declares, otherwise the recorded one, otherwise the default of
+    /// this process. A declared limit is recorded.
     async fn limit_of(&self, key: &str, recorded: Option<&Limit>) -> Limit {
         let dotted = self.space.types(key).swap_remove(0);
         let table = self.table.read().clone();
@@ -247,7 +247,7 @@ impl Shared {
         }
     }
 
-    /// Forgets retried letters after their time.
+    /// Removes retried letters that are older than [`KEPT_RETRIED`].
     pub(crate) async fn tidy(&self) -> Result<()> {
         for (record, _) in self.load_groups().await? {
             let mut cursor = "0".to_owned();

@@ -1,6 +1,6 @@
-//! The background tasks: the wake-up, the sign of life, and the upkeep of groups and streams.
+//! The background tasks: the wake-up, the heartbeat, and the upkeep of groups and streams.
 //!
-//! Events are claimed by a script, because a blocking read whose client has given up would still take events. So
+//! Events are claimed by a script, because a blocking `XREADGROUP` still takes events after its client has given up. So
 //! a blocking `XREAD`, on a connection of its own, only shows that there is something to claim.
 
 use std::collections::{HashMap, HashSet};
@@ -20,16 +20,16 @@ use crate::scripts::{ALIVE, ENDS, SWEEP};
 
 /// How long a read blocks.
 const BLOCK: Duration = Duration::from_secs(2);
-/// The first pause after a read that failed; the longest is as long as a read.
+/// The first pause after a failed read. The longest pause is [`BLOCK`].
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// After more claimed events than this the ends of streams are asked for again before the next read.
+/// After more claimed events than this, the last ids of the streams are read again before the next blocking read.
 const FEW: u64 = 8;
 /// An engine counts as alive while its key exists. The key lives for `ALIVE_FOR`, and is renewed every `BEAT`.
 const ALIVE_FOR: Duration = Duration::from_secs(15);
 const BEAT: Duration = Duration::from_secs(4);
-/// How often dead engines are looked for, and streams are trimmed.
+/// How often the engine looks for dead engines and trims streams.
 const UPKEEP: Duration = Duration::from_secs(10);
-/// How often old records are forgotten.
+/// How often old records are removed.
 const TIDY: Duration = Duration::from_secs(600);
 
 impl Shared {
@@ -43,7 +43,7 @@ impl Shared {
         tokio::spawn(upkeep(Arc::downgrade(self)));
     }
 
-    /// Renews the key that shows other engines that this one is alive.
+    /// Renews the heartbeat key, which shows other engines that this one is alive.
     pub(crate) async fn be_alive(&self) -> Result<()> {
         let mut arguments = Arguments::default();
         arguments.text(&self.owner).millis(ALIVE_FOR);
@@ -56,7 +56,7 @@ impl Shared {
         Ok(owner == self.owner || self.link.ask(&exists).await?.number()? == 1)
     }
 
-    /// Removes the ephemeral groups of this engine, and its sign of life.
+    /// Removes the ephemeral groups of this engine, and its heartbeat key.
     pub(crate) async fn leave(&self) {
         let own: Vec<String> = {
             let groups = self.groups.lock();
@@ -66,7 +66,7 @@ impl Shared {
         };
         for name in own {
             if let Err(error) = self.remove(&name, None).await {
-                tracing::debug!(target: "everbus::redis", group = name, %error, "an ephemeral group stays until others find its engine gone");
+                tracing::debug!(target: "everbus::redis", group = name, %error, "an ephemeral group could not be removed: another process removes it when the heartbeat of this engine has ended");
             }
         }
         if *self.tasks.lock() {
@@ -185,7 +185,7 @@ async fn wake(shared: Weak<Shared>) {
             Err(error) => {
                 tracing::debug!(target: "everbus::redis", %error, "waiting for events");
                 seen.watched = None;
-                // The server refuses the whole read if one key is no stream.
+                // The server refuses the whole read if one key is not a stream.
                 seen.check_types = error.code() == Some("WRONGTYPE");
                 if !seen.check_types {
                     connection = None;
@@ -200,15 +200,15 @@ async fn wake(shared: Weak<Shared>) {
 /// What earlier reads of the wake-up have shown.
 #[derive(Default)]
 struct Seen {
-    /// What the next read waits for; `None` if the server must be asked first.
+    /// What the next read waits for. `None` if the server must be asked first.
     watched: Option<Watched>,
     /// The streams whose last ids must be read.
     answered: Vec<String>,
     /// The last ids of streams that have answered. The ids of a stream may be ahead of the clock of the server: a read
-    /// that begins at the time of the server would then answer again and again.
+    /// that begins at the time of the server would then return at once, again and again.
     ends: HashMap<String, EntryId>,
     check_types: bool,
-    /// Keys that are no streams.
+    /// Keys whose type is not stream.
     others: HashSet<String>,
 }
 
@@ -306,7 +306,7 @@ async fn watch(
         }
     };
     let claimed = shared.claimed.load(Ordering::Relaxed);
-    // Events that were claimed since would end the read at once, with nothing to claim.
+    // Events that were claimed since then would end the read at once, although there is nothing left to claim.
     let is_fresh = |watched: &Watched| claimed.wrapping_sub(watched.claimed) <= FEW;
     let watched = match seen.watched.take().filter(is_fresh) {
         Some(watched) => watched,
@@ -369,7 +369,7 @@ fn note(what: &str, done: Result<()>) {
     }
 }
 
-/// Renews the sign of life of the engine, and publishes the patterns that it handles.
+/// Renews the heartbeat of the engine, and publishes the patterns that it handles.
 async fn beat(shared: Weak<Shared>) {
     loop {
         tokio::time::sleep(BEAT).await;
@@ -379,7 +379,7 @@ async fn beat(shared: Weak<Shared>) {
         if shared.link.check_open().is_err() {
             return;
         }
-        note("the sign of life", shared.be_alive().await);
+        note("the heartbeat", shared.be_alive().await);
         note("the handlers", shared.tell_handlers().await);
     }
 }

@@ -32,7 +32,7 @@ const ADDRESS: &str = "to";
 const PAYLOAD: &str = "p";
 /// The one field of a message of FastStream.
 const DATA: &str = "__data__";
-/// How often a service of the framework has tried a message before it sent it again.
+/// How many attempts a service of the framework made before it sent the message again.
 const RETRIES: &str = "x-retry-count";
 /// Metadata of a foreign event whose document names a type of another stream.
 const NAMED_TYPE: &str = "event_type";
@@ -98,7 +98,7 @@ fn envelope(event: &Event, document: &[u8]) -> Result<Bytes> {
     Ok(json.into())
 }
 
-/// The name under which an id is known: ids are unique for each tenant.
+/// The name under which the server remembers an id. Ids are unique within a tenant.
 pub(crate) fn id_name(event: &Event) -> String {
     match event.tenant() {
         None => event.id().to_string(),
@@ -155,13 +155,13 @@ fn hex(bytes: &[u8]) -> String {
     text
 }
 
-/// An entry as it was read. `foreign` says why the entry is not of the dialect of its stream, if it is not.
+/// An entry as it was read. `foreign` has the reason if the entry is not in the dialect of its stream.
 #[derive(Debug)]
 pub(crate) struct Read {
     pub(crate) event: Event,
     pub(crate) received_at: Timestamp,
     pub(crate) foreign: Option<String>,
-    /// Attempts of other programs.
+    /// Attempts that other programs made.
     pub(crate) retries: u32,
 }
 
@@ -194,7 +194,7 @@ pub(crate) struct Around<'a> {
     pub(crate) id: EntryId,
 }
 
-/// Reads an entry. It never fails: an entry that is not of the dialect is an event with the raw bytes.
+/// Reads an entry. It never fails: an entry in an unknown format becomes an event with the raw bytes.
 pub(crate) fn read(around: Around<'_>, fields: &[Bytes]) -> Read {
     let field = |name: &str| {
         let mut pairs = fields.chunks_exact(2);

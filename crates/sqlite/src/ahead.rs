@@ -1,9 +1,9 @@
 //! Times of receipt that lie far in the future, because the clock of an earlier publisher was ahead.
 //!
-//! Times never fall as positions rise, so every later event gets the same future time until the clocks have
-//! caught up. Until then, everything that goes by time is wrong. The engine cannot know which clock is right,
-//! and a file that was idle for long looks the same as a clock that jumped. So the engine only warns. It sets
-//! the times back when an operator says that the clock is right.
+//! Times of receipt never decrease along the log, so every later event gets the same future time until the clocks have
+//! caught up. Until then, everything that depends on times is wrong. The engine cannot know which clock is right, and a
+//! file that was idle for long looks the same as a clock that jumped. So the engine only warns. It sets the times back
+//! when an operator says that the clock is right.
 
 use everbus_core::{CheckReport, Result, Timestamp};
 use rusqlite::{Connection, OptionalExtension as _};
@@ -26,12 +26,12 @@ pub(crate) fn warn_once(state: &LogEnd, now: i64) {
             target: "everbus::sqlite",
             newest = %Timestamp::from_micros(state.last_received),
             now = %Timestamp::from_micros(now),
-            "the newest event was received in the future, and new ones get the same time; see `everbus check`"
+            "the newest event has a time of receipt in the future, and new events get the same time; see `everbus check`"
         );
     }
 }
 
-/// The last position with a believable time.
+/// The last position whose time is not in the future.
 fn believable(conn: &Connection, now: Timestamp) -> Result<u64> {
     position_before(
         conn,
@@ -54,8 +54,8 @@ pub(crate) fn check(conn: &Connection, now: Timestamp, report: &mut CheckReport)
     Ok(())
 }
 
-/// Sets events with a time in the future to now, oldest first, so that times never fall meanwhile.
-/// Returns whether there may be more.
+/// Sets events with a time in the future to now, oldest first, so that times never decrease along the log, even between
+/// two steps. Returns whether there may be more.
 pub(crate) fn bring_back_times(tx: &mut Tx) -> Result<bool> {
     let doing = |e| from_sqlite("bringing times back", e);
     let now = tx.clock.now();

@@ -12,7 +12,7 @@ use everbus_core::{Appended, Error, Result};
 
 use crate::queue::{Command, Reply};
 
-/// How many answers a thread takes at a time. The rest stays for other publishers, which help to send.
+/// How many answers a thread takes at a time. Other publishers help to send the rest.
 const AT_A_TIME: usize = 64;
 
 /// A waiting publisher, and the answer that it gets if the transaction commits.

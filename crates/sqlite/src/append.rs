@@ -127,8 +127,8 @@ impl<'c> Appender<'c> {
         Ok(())
     }
 
-    /// Appends an event that another engine received, and returns its position. An event whose id exists
-    /// stays as it is.
+    /// Appends an event that another engine received, and returns its position. An event whose id exists is not
+    /// changed.
     pub(crate) fn ingest(
         &mut self,
         state: &mut LogEnd,
@@ -148,7 +148,7 @@ impl<'c> Appender<'c> {
                 tracing::warn!(
                     target: "everbus::sqlite",
                     event_id = %record.event.id(),
-                    "an event with this id and another body is kept already"
+                    "an event with this id and another body is stored already"
                 );
                 event.ok_or(e)
             }
@@ -230,7 +230,7 @@ impl<'c> Appender<'c> {
         Ok(self.written(state, record, type_id))
     }
 
-    /// The id exists: in the same event, or in another one.
+    /// Answers for an event whose id exists: a repetition of the same event, or another event.
     fn repeated(&mut self, state: &mut LogEnd, event: &Event, tenant: i64) -> Result<Appended> {
         let doing = |e| from_sqlite("looking for an earlier publish", e);
         let sql = format!(
@@ -249,7 +249,7 @@ impl<'c> Appender<'c> {
         })?;
         let stored = read_stored(self.conn, row, &mut state.type_names)?;
         let first = stored.record;
-        // A damaged event cannot be compared. It counts as another event, and publishing goes on.
+        // A damaged event cannot be compared. It counts as another event, and publishing continues.
         if stored.damage.is_some() || !first.event.same_body(event) {
             return Err(Error::new(
                 Code::IdReused,
@@ -270,7 +270,7 @@ impl<'c> Appender<'c> {
             "DELETE FROM expirations WHERE seq > ?1",
         ] {
             self.conn
-                .run("taking back a refused batch", sql, [to_sql(head)])?;
+                .run("removing a refused batch", sql, [to_sql(head)])?;
         }
         state.head = head;
         state.appended.truncate(appended);
@@ -339,7 +339,7 @@ pub(crate) fn position_before(conn: &Connection, at: Timestamp) -> Result<u64> {
         return Ok(0);
     };
     let (mut low, mut high) = (to_sql(oldest), to_sql(newest));
-    // Times never fall as positions rise, so a binary search finds the place.
+    // Times never decrease along the log, so a binary search finds the position.
     let mut statement = conn
         .prepare_cached("SELECT seq, CAST(received_at AS INTEGER) FROM log WHERE seq >= ?1 ORDER BY seq LIMIT 1")
         .map_err(doing)?;

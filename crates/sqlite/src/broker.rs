@@ -1,4 +1,4 @@
-//! The verbs of a broker: each becomes a command for the writer or a query.
+//! The operations of a broker: each becomes a command for the writer or a query.
 
 use std::path::Path;
 use std::sync::Arc;

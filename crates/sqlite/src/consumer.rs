@@ -42,13 +42,13 @@ pub(crate) struct Session {
     pub(crate) window: Window,
     /// Events settled since the window was last updated.
     settled: usize,
-    /// Which gets an odd place if both want it: reserved events or waiting rows.
+    /// If an odd number of places is free: whether the last place goes to reserved events or to waiting rows.
     pub(crate) reserved_next: bool,
     /// Whether the feeder is reading for this consumer.
     pub(crate) feeding: bool,
     /// When the feeder may be asked again after a failed read.
     pub(crate) feed_after: Option<Instant>,
-    /// Whether rows without a handler should be looked through again.
+    /// Whether rows without a handler must be searched again.
     pub(crate) look_for_unhandled: bool,
 }
 
@@ -116,7 +116,7 @@ impl Session {
         self.bytes_in_flight = self.bytes_in_flight.saturating_sub(bytes);
     }
 
-    /// Resets the counts after a rollback; type numbers may be given again, too.
+    /// Resets the counts after a rollback. Clears the cache of types, too, because their numbers may be assigned again.
     pub(crate) fn recount(&mut self) {
         (self.in_flight, self.bytes_in_flight) = (0, 0);
         self.handles.clear();

@@ -185,8 +185,8 @@ pub(crate) fn retract(tx: &mut Tx, subscription: &str) -> Result<()> {
     skip_unwanted(tx, group)
 }
 
-/// Skips events that wait for a handler and match no subscription of the group any more. In an ordered
-/// group they would hold up every later event with their key.
+/// Skips events that wait for a handler and match no subscription of the group any more. In an ordered group they would
+/// block every later event of their key.
 fn skip_unwanted(tx: &mut Tx, group: i64) -> Result<()> {
     let doing = "reading what has no handler";
     let sql = "SELECT seq, type FROM deliveries WHERE group_id = ?1 AND state = ?2";

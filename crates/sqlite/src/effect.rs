@@ -1,7 +1,7 @@
 //! Effects. An effect is a handler's own work in the transaction that acks its event.
 //!
-//! An effect runs on the writer, under a savepoint. If it fails, panics or is refused a statement, the
-//! savepoint is rolled back, and its whole settlement with it, in the file and in memory. The other
+//! An effect runs on the writer, under a savepoint. If the effect fails or panics, or if the guard refuses one of its
+//! statements, the savepoint is rolled back, and with it the whole settlement, in the file and in memory. The other
 //! settlements of the transaction are not affected. If an effect makes SQLite roll back the whole transaction
 //! (`INSERT OR ROLLBACK`), the transaction runs again without that effect.
 
@@ -25,8 +25,8 @@ pub(crate) const ENGINE: &str = "sqlite";
 /// An effect that holds the writer for longer than this is logged.
 const LONG: Duration = Duration::from_millis(50);
 
-/// Wraps the error that an effect returned, as the cause of the engine's error. Its source is the effect's
-/// error, whatever its type.
+/// Wraps the error that an effect returned, as the cause of the engine's error. Its source is the effect's error, of
+/// any type.
 #[derive(Debug)]
 struct Cause(Box<dyn StdError + Send + Sync>);
 
@@ -91,7 +91,7 @@ fn savepoint(tx: &Tx, what: &str) -> Result<()> {
 fn take_back(tx: &mut Tx, mark: &Mark) {
     tx.log.head = mark.head;
     tx.log.appended.truncate(mark.appended);
-    // New types and tenants were rolled back, and their numbers may be given to others.
+    // New types and tenants were rolled back, and their numbers may be assigned to other names.
     tx.log.forget_names();
 }
 
@@ -114,7 +114,7 @@ pub(crate) fn run_effect(
             target: "everbus::sqlite",
             position = lease.seq(),
             took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
-            "an effect held the writer; every publish waits meanwhile"
+            "an effect held the writer for a long time; every publish waited meanwhile"
         );
     }
     failpoint::hit("after-effect");
@@ -154,8 +154,8 @@ pub(crate) fn check_effect(effect: &Effect) -> Result<()> {
     .hint("write the effect for the engine that carries the events"))
 }
 
-/// Whether some table has deferred constraints, which are checked at the commit. Then the commit of one
-/// effect must not decide about others.
+/// Whether some table has deferred constraints, which are checked at the commit. If so, each settlement needs a commit
+/// of its own.
 pub(crate) fn defers_constraints(tx: &Tx) -> Result<bool> {
     let sql = "SELECT EXISTS (SELECT 1 FROM sqlite_schema
                WHERE type = 'table' AND sql LIKE '%INITIALLY%DEFERRED%')";

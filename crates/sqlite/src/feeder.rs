@@ -1,4 +1,4 @@
-//! The thread that reads the log for groups that are behind, so that the writer need not.
+//! The thread that reads the log for groups that are behind, so that the writer does not have to.
 
 use std::path::Path;
 use std::sync::mpsc;
@@ -47,7 +47,7 @@ pub(crate) struct Damaged {
     pub(crate) damage: String,
 }
 
-/// What a range of the log holds for a reader.
+/// The events of a range of the log that a reader wants.
 #[derive(Default)]
 pub(crate) struct Matching {
     /// The events, oldest first.

@@ -1,9 +1,9 @@
 //! What an effect may do on the writer's connection.
 //!
-//! An effect gets the connection in the middle of a transaction that many commands share. SQLite calls this
-//! authorizer for every statement that is prepared. While an effect runs, it refuses statements that would
-//! end the transaction, change the connection's settings or touch the tables of Everbus. Statements are
-//! prepared once, so this costs the engine nothing in its daily work.
+//! An effect gets the connection in the middle of a transaction that many commands share. SQLite calls this authorizer
+//! for every statement that is prepared. While an effect runs, it refuses statements that would end the transaction,
+//! change the connection's settings or touch the tables of Everbus. Statements are prepared once, so this costs the
+//! engine nothing in normal operation.
 //!
 //! It guards against mistakes, not against malice: a statement with exactly the text of one of the engine's
 //! would be found in the cache of prepared statements, which are not checked again.
@@ -120,8 +120,7 @@ fn allowed(context: &AuthContext<'_>) -> bool {
         // Part of CREATE INDEX; by itself it changes nothing.
         | AuthAction::Reindex { .. }
         | AuthAction::Recursive => true,
-        // Events in the outbox belong to the effect's own work. The trigger replaces a row that is enqueued
-        // again.
+        // An effect may write events into the outbox. The trigger replaces a row that is enqueued again.
         AuthAction::Insert { table_name } => {
             !is_ours(table_name) || table_name.eq_ignore_ascii_case(OUTBOX)
         }
@@ -142,7 +141,7 @@ fn allowed(context: &AuthContext<'_>) -> bool {
         AuthAction::CreateView { view_name } | AuthAction::DropView { view_name } => {
             !is_ours(view_name)
         }
-        // The new name is not known here: in `temp` it could hide a table of Everbus.
+        // The authorizer does not get the new name. In `temp`, a new name could hide a table of Everbus.
         AuthAction::AlterTable {
             database_name,
             table_name,
@@ -157,8 +156,8 @@ fn allowed(context: &AuthContext<'_>) -> bool {
     }
 }
 
-/// Whether a table or view belongs to the engine. `sqlite_sequence` holds the numbers that the engine's
-/// tables never give twice. Because of it, an effect can neither rename a table nor drop one with
+/// Whether a table or view belongs to the engine. `sqlite_sequence` has the highest row numbers of the engine's tables,
+/// so that no number is used twice. Because of it, an effect can neither rename a table nor drop one with
 /// AUTOINCREMENT.
 fn is_ours(name: &str) -> bool {
     one_of(OURS, name)

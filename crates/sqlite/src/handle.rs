@@ -30,7 +30,7 @@ pub(crate) struct Handle {
     pub(crate) audit: Arc<Keeper>,
     pub(crate) head: watch::Receiver<u64>,
     pub(crate) failed: Arc<OnceLock<Error>>,
-    /// The error that keeps the writer from looking for new events, while it lasts.
+    /// The error that currently keeps the writer from finding new events.
     pub(crate) stalled: Arc<Mutex<Option<Error>>>,
     pub(crate) answers: Arc<Answers>,
     pub(crate) path: PathBuf,
@@ -171,9 +171,9 @@ pub(crate) fn start(path: &Path, options: Options) -> Result<Arc<Handle>> {
     crate::schema::check_library()?;
     let path = locate(path, options.create)?;
     let mut conn = match open_writer(&path, &options) {
-        // A temporary read error of the disk looks like damage: only an error that stays is damage.
+        // A temporary read error of the disk looks like damage. Only an error that occurs again is damage.
         Err(e) if e.code() == Code::Corrupt => {
-            tracing::info!(target: "everbus::sqlite", error = %e, "opening the file once more");
+            tracing::info!(target: "everbus::sqlite", error = %e, "the file could not be read; opening it again");
             open_writer(&path, &options)?
         }
         opened => opened?,

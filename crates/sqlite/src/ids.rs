@@ -47,7 +47,7 @@ mod tests {
         let build = BuildHasherDefault::<IdHasher>::default();
         let places = |step: i64| -> usize {
             let hashes = (0..1024).map(|n| build.hash_one(n * step));
-            // The low bits choose the place, the upper seven tell its neighbours apart.
+            // The low bits choose the slot, and the upper seven bits distinguish the entries near it.
             let places: HashSet<u64> = hashes.map(|hash| hash & 0xfff).collect();
             places.len()
         };

@@ -1,7 +1,7 @@
 //! The inbox, which records the events that a group has handled.
 //!
-//! A record is a row of about thirty bytes, written in the transaction of the ack. Ids of version 7 rise with
-//! time, so new records go to the end of their group's part of the B-tree.
+//! A record is a row of about thirty bytes, written in the transaction of the ack. Ids of version 7 increase with time,
+//! so new records are added at the end of their group's part of the B-tree.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ pub(crate) fn note_handled(tx: &mut Tx, group: i64, seq: u64) -> Result<bool> {
         .map(|noted| noted > 0)
 }
 
-/// Writes the records of plain acks. An existing record stays as it is.
+/// Writes the records of plain acks. An existing record is not changed.
 pub(crate) fn write_noted(tx: &mut Tx) -> Result<()> {
     if tx.noted.is_empty() {
         return Ok(());
@@ -162,8 +162,8 @@ fn tenant_number(reader: &Reader, name: &str) -> Result<Option<i64>> {
     reader.conn.first("looking into the inbox", sql, [name])
 }
 
-/// All records between the first and the last of these. Ids that rise with time are close together, so one
-/// search is enough. `None` if there are many more than asked for.
+/// All records between the first and the last of these. Ids that increase with time are close together, so one search
+/// is enough. `None` if there are many more than asked for.
 fn neighbours(
     reader: &Reader,
     group: i64,
@@ -201,7 +201,7 @@ fn one_by_one(reader: &Reader, group: i64, keys: &[Option<EventKey>]) -> Result<
 struct Look {
     /// Records to be removed, with their times.
     old: Vec<(Key, i64)>,
-    /// Where to go on, if there is more.
+    /// Where to continue. `None` if there is no more.
     last: Option<Key>,
 }
 

@@ -83,8 +83,8 @@ fn type_names(conn: &Connection) -> Result<HashMap<i64, Arc<str>>> {
 
 /// Matching events after the cursor of each group.
 ///
-/// The cursors cut the log into ranges; a group is behind by every range after its cursor. So each row is
-/// counted once, in its range, whatever the number of groups.
+/// The cursors divide the log into ranges, and a group is behind by all ranges after its cursor. So each row is counted
+/// once, in its range, for any number of groups.
 fn beyond(
     conn: &Connection,
     groups: &[Stored],
@@ -111,7 +111,7 @@ fn beyond(
     Ok(all)
 }
 
-/// How many events of each type lie after each cut and up to the next.
+/// How many events of each type are in each range.
 fn stretches(conn: &Connection, cuts: &[u64]) -> Result<Vec<Types>> {
     let doing = |e| from_sqlite("counting what waits", e);
     let mut stretches = vec![Types::new(); cuts.len()];
@@ -143,8 +143,8 @@ fn stretches(conn: &Connection, cuts: &[u64]) -> Result<Vec<Types>> {
     Ok(stretches)
 }
 
-/// Subtracts events that were dropped before the group reached them. The oldest event of a type may be
-/// dropped; then the first that was not is searched.
+/// Subtracts events that were dropped before the group reached them. If the oldest event of a type was dropped, finds
+/// the first one that was not.
 fn leave_out_dropped(conn: &Connection, group: &Stored, types: &mut Types) -> Result<()> {
     let doing = |e| from_sqlite("reading the skips", e);
     let dropped: HashMap<i64, u64> = conn

@@ -1,8 +1,8 @@
 //! Values by key, in the table `everbus_kv`.
 //!
-//! Revisions come from a counter of the file that every change moves, deletions too. A watcher looks at the
-//! counter after each change of this process, at the end of the next value's time, and otherwise every
-//! [`POLL`], because other processes change the same file.
+//! Revisions come from a counter of the file that every change moves, deletions too. A watcher reads the counter after
+//! each change of this process, when the next value expires, and otherwise every [`POLL`], because other processes
+//! change the same file.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -75,7 +75,7 @@ impl KeyValue for SqliteEngine {
                 if let Err(conflict) = expect(conn, &bucket, &key, expected)? {
                     return Ok(Err(conflict));
                 }
-                // Watchers look again when the counter has moved.
+                // Watchers read the bucket again when the counter has changed.
                 next_revision(conn)?;
                 let sql = "DELETE FROM everbus_kv WHERE bucket = ?1 AND key = ?2";
                 let removed = conn.change("deleting a value", sql, params![bucket, key])?;
@@ -101,7 +101,7 @@ impl KeyValue for SqliteEngine {
 }
 
 impl SqliteEngine {
-    /// The answer to names that are refused.
+    /// Checks the names, and answers with an error if they are invalid.
     fn checked<T: Send + 'static>(
         &self,
         bucket: &str,
@@ -134,7 +134,7 @@ impl SqliteEngine {
     }
 }
 
-/// Compares the revision of a key. Expired values are gone by now.
+/// Compares the revision of a key. Expired values were removed before.
 fn expect(
     conn: &Connection,
     bucket: &str,
@@ -163,13 +163,13 @@ struct Watcher {
     handle: Arc<Handle>,
     bucket: Arc<str>,
     seen: KvSeen,
-    /// The counter at the last look.
+    /// The counter at the last read.
     counter: Option<i64>,
     /// When the next value expires.
     expires: Option<Timestamp>,
 }
 
-/// What a look found: the counter, and the bucket if something may have changed.
+/// The result of a read: the counter, and the values of the bucket if they may have changed.
 type Found = (i64, Option<Vec<Row>>);
 type Row = (String, Option<Vec<u8>>, i64, Option<i64>);
 
@@ -215,7 +215,7 @@ impl KvWatch for Watcher {
                 if let Some(change) = self.seen.take() {
                     return Ok(change);
                 }
-                // Registered before the look, so that no notification between the two is lost.
+                // Registered before the read, so that no notification between the two is lost.
                 let mut changed = std::pin::pin!(handle.values.notified());
                 changed.as_mut().enable();
                 self.look().await?;

@@ -129,7 +129,7 @@ impl Lookup for SqliteEngine {
     }
 }
 
-/// The newest position ever given.
+/// The newest position that was ever assigned.
 pub(crate) fn head(reader: &Reader) -> Result<u64> {
     head_of(&reader.conn)
 }
@@ -209,7 +209,7 @@ fn state_in(
     if !is_for && state.skipped.is_none() {
         state.skipped = Some(ADDRESSED.to_owned());
     }
-    // A group without subscriptions belongs to another broker, or only single events were given to it.
+    // A group without subscriptions belongs to another broker, or only gets single events by redelivery.
     let untouched = state.failures.is_empty() && state.ended.is_none() && !patterns.is_empty();
     if !is_matched && untouched && state.skipped.is_none() {
         state.skipped = Some(UNMATCHED.to_owned());

@@ -23,7 +23,7 @@ const RECENT_BYTES: u64 = 4 << 20;
 pub(crate) struct LogEnd {
     pub(crate) head: u64,
     pub(crate) last_received: i64,
-    /// Whether a warning was logged that this time is far in the future.
+    /// Whether the warning about a time far in the future was logged.
     pub(crate) told_ahead: Cell<bool>,
     types: HashMap<Arc<str>, i64>,
     /// The last type that was looked up: events of one type often follow each other.
@@ -32,8 +32,8 @@ pub(crate) struct LogEnd {
     pub(crate) type_names: TypeNames,
     /// Events appended in the running transaction.
     pub(crate) appended: Vec<Typed>,
-    /// The newest events before those, without a gap up to them, that a consumer of this process has not passed.
-    /// A consumer that is a little behind gets its events from here, and nothing is read from the file.
+    /// The newest events before those, without a gap up to them, that some consumer of this process has not passed. A
+    /// consumer that is a little behind gets its events from here, and nothing is read from the file.
     recent: VecDeque<Typed>,
     recent_bytes: u64,
 }

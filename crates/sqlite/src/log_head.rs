@@ -101,7 +101,7 @@ pub(crate) fn retire(database: &Path) {
 
 const LOST: &str = ".lost";
 
-/// Compares the log with the note, and reports what was found missing before.
+/// Compares the log with the note, and reports a loss that was found when the file was opened.
 pub(crate) fn check(database: &Path, conn: &Connection, report: &mut CheckReport) -> Result<()> {
     let Ok(log) = log_id(conn) else { return Ok(()) };
     let short = missing(&beside(database, ""), log, conn)?;

@@ -1,7 +1,7 @@
 //! The mailbox of a consumer: deliveries that wait to be fetched.
 //!
-//! Open deliveries may be fetched, and the file says so. The other claimed deliveries are reserved: a later
-//! transaction opens them, once others are settled.
+//! Open deliveries may be fetched; the file records that they may have begun. The other claimed deliveries are
+//! reserved: a later transaction opens them, once others are settled.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};

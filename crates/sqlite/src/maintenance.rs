@@ -68,7 +68,7 @@ impl Maintenance for SqliteEngine {
             self.handle
                 .job(|writer| trust_clock(&mut writer.tx))
                 .await?;
-            // Sets back times that an earlier clock, far ahead of this one, put into the future.
+            // Corrects times in the future, which a clock far ahead of this one has written.
             while self
                 .handle
                 .job(|writer| bring_back_times(&mut writer.tx))
@@ -112,7 +112,7 @@ pub fn restore(
     crate::audit::adopt(target)
 }
 
-/// An exclusive lock can only be had while no other process has the file open.
+/// An exclusive lock can be taken only while no other process has the file open.
 fn refuse_if_in_use(target: &Path) -> Result<()> {
     let in_use = |e: rusqlite::Error| match e.sqlite_error_code() {
         Some(rusqlite::ErrorCode::DatabaseBusy | rusqlite::ErrorCode::DatabaseLocked) => {

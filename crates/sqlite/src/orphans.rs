@@ -100,8 +100,8 @@ pub(crate) fn log_id(conn: &Connection) -> Result<LogId> {
     id.map(LogId::from_bytes).ok_or_else(missing)
 }
 
-/// Gives a file a new log identity and removes its notes, because the noted objects may belong to the log
-/// that it was copied from. Call it in a transaction, or on a file that is not in place yet.
+/// Gives a file a new log identity and removes its notes, because the noted objects may belong to the log that this
+/// file is a copy of. Call it in a transaction, or on a file that is not in place yet.
 pub(crate) fn renew(conn: &Connection) -> Result<LogId> {
     let doing = "giving the log a new id";
     let id = LogId::new();

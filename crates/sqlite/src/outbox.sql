@@ -28,14 +28,14 @@ CREATE TABLE IF NOT EXISTS event_outbox (
 );
 CREATE UNIQUE INDEX IF NOT EXISTS event_outbox_id ON event_outbox (id);
 CREATE INDEX IF NOT EXISTS event_outbox_event ON event_outbox (event_id);
--- With the due time, so that rows that wait are passed over without a look at them.
+-- Includes the due time, so that waiting rows are skipped without being read.
 CREATE INDEX IF NOT EXISTS event_outbox_pending ON event_outbox (row, due) WHERE status = 'pending';
 CREATE INDEX IF NOT EXISTS event_outbox_waiting ON event_outbox (due) WHERE status = 'pending' AND attempts > 0;
 CREATE INDEX IF NOT EXISTS event_outbox_sent ON event_outbox (sent_at) WHERE status = 'sent';
 CREATE INDEX IF NOT EXISTS event_outbox_failed ON event_outbox (row) WHERE status = 'failed';
 
--- Sending an event again under the id its row had (as the specification's replay does) takes the place
--- of the old row, if that has had its turn. If the very same row still waits, there is nothing to do.
+-- An event that is inserted again under the id of its row (as the replay of the specification does) replaces
+-- the old row if that row is finished. If the same row still waits, nothing changes.
 CREATE TRIGGER IF NOT EXISTS event_outbox_again BEFORE INSERT ON event_outbox
 WHEN EXISTS (SELECT 1 FROM event_outbox WHERE id = NEW.id AND event_id = NEW.event_id)
 BEGIN
@@ -44,7 +44,7 @@ BEGIN
   DELETE FROM event_outbox WHERE id = NEW.id AND status <> 'pending';
 END;
 
--- A row whose event is changed while a relay has the old one: the relay sees that it is another.
+-- If the event of a row is changed while a relay holds the old one, the relay detects it by the revision.
 CREATE TRIGGER IF NOT EXISTS event_outbox_changed
 AFTER UPDATE OF event_id, event_type, payload, created_at, correlation_id, trace_id, attributes, ordering_key
 ON event_outbox
@@ -56,7 +56,7 @@ BEGIN
   UPDATE event_outbox SET revision = OLD.revision + 1 WHERE row = NEW.row;
 END;
 
--- A row that was sent or had failed, and is made to wait again: its event is to be handled again.
+-- If a sent or failed row is set to wait again, its event must be handled again.
 CREATE TRIGGER IF NOT EXISTS event_outbox_wanted AFTER UPDATE OF status ON event_outbox
 WHEN NEW.status = 'pending' AND OLD.status <> 'pending' AND NEW.wanted_at IS OLD.wanted_at
 BEGIN
@@ -82,7 +82,7 @@ CREATE INDEX IF NOT EXISTS outbox_dead_letters_event ON outbox_dead_letters (eve
 CREATE INDEX IF NOT EXISTS outbox_dead_letters_row ON outbox_dead_letters (row);
 CREATE INDEX IF NOT EXISTS outbox_dead_letters_died ON outbox_dead_letters (last_seen_at);
 
--- Who relays: one at a time.
+-- The lease of the relays: one relay works at a time.
 CREATE TABLE IF NOT EXISTS outbox_relay (
   only   INTEGER PRIMARY KEY CHECK (only = 1),
   holder TEXT    NOT NULL,

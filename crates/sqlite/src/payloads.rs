@@ -1,4 +1,4 @@
-//! Payload stages, rows beside the log, one for each stored stage of an event.
+//! Payload stages: rows beside the log, one row for each stored stage of an event.
 //!
 //! The columns are those of the specification. `seq` ties a row to its event, so that removing a range of the
 //! log can remove its stages with one statement.

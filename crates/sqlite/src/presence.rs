@@ -1,11 +1,11 @@
 //! Checks that the open files still have their names.
 //!
-//! Processes can still write to an open file that was deleted or renamed: SQLite goes on and commits succeed,
-//! but a process that opens the file by its name finds nothing of what they wrote.
+//! Processes can still write to an open file that was deleted or renamed: SQLite continues and commits succeed, but a
+//! process that opens the file by its name finds nothing of what they wrote.
 //!
-//! A change of a name changes the time of its directory. So one look at the directory is enough for a commit,
-//! unless that time has changed. Once a second the files are checked in any case, since two changes within
-//! one tick of the file system's clock have the same time.
+//! A change of a name changes the modification time of its directory. So for a commit it is enough to read that time,
+//! unless it has changed. Once a second the files are checked in any case, because two changes within one tick of the
+//! file system's clock have the same time.
 
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
@@ -64,7 +64,7 @@ impl Presence {
         }
     }
 
-    /// As [`check`](Self::check), for a writer without commits: once in a while.
+    /// As [`check`](Self::check), for a writer without commits: at most once per [`LOOK`].
     pub(crate) fn check_idle(&mut self) -> Result<()> {
         if self.looked.elapsed() < LOOK {
             return Ok(());

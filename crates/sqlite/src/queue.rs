@@ -27,7 +27,7 @@ pub(crate) enum Priority {
     Now,
     /// May wait while other commands are queued.
     Patient,
-    /// Patient, and not durable when it is answered: after a power failure it is simply done again.
+    /// Patient, and not durable when it is answered. After a power failure the work is done again.
     Lazy,
 }
 

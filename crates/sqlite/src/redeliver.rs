@@ -1,5 +1,5 @@
-//! Delivering events to a group again. The event gets a row in `deliveries`, as for the
-//! retry of a dead letter; the group's cursor does not move.
+//! Redelivery: a group gets events again that it has finished. The event gets a row in `deliveries`, like a dead letter
+//! that is retried. The group's cursor does not move.
 
 use everbus_core::{GroupName, Position, Redelivery, Result, no_group};
 use rusqlite::params;
@@ -16,8 +16,8 @@ use crate::tx::Tx;
 const STEP: usize = 100;
 
 impl SqliteEngine {
-    /// Delivers events again. Without `really` it only returns which events it would deliver. The writer
-    /// answers in both cases, because it knows best what is handed out.
+    /// Delivers events again. Without `really` it only returns which events it would deliver. The writer answers in
+    /// both cases, because only the writer knows all deliveries.
     pub(crate) async fn redeliver_all(
         &self,
         group: GroupName,
@@ -26,7 +26,7 @@ impl SqliteEngine {
     ) -> Result<Vec<Redelivery>> {
         let positions: Vec<u64> = positions.into_iter().map(Position::place).collect();
         let mut answers = Vec::with_capacity(positions.len());
-        // Also without any positions: the group must exist.
+        // Runs at least once, also without positions, to check that the group exists.
         let mut steps = positions.chunks(STEP);
         let mut step = steps.next().unwrap_or_default().to_vec();
         loop {

@@ -32,7 +32,7 @@ pub(crate) const AFTER_RECORD: usize = 10;
 pub(crate) const ADDRESS: &str =
     "iif(instr(log.attrs, '\"address\":') > 0, log.attrs ->> '$.address', NULL)";
 
-/// The oldest and the newest position. With two searches: as a single query, SQLite would read the whole log.
+/// The oldest and the newest position. As two searches, because for a single query SQLite would read the whole log.
 pub(crate) const ENDS: &str = "SELECT (SELECT min(seq) FROM log), (SELECT max(seq) FROM log)";
 
 /// The oldest and the newest position, if there is any event.
@@ -86,7 +86,7 @@ pub(crate) const LEFT_OUT: &str = "a damaged event is left out; see `everbus che
 /// An event as read from a row of the log.
 pub(crate) struct Stored {
     pub(crate) type_id: i64,
-    /// The event. If the row is damaged: what could be read of it, above all the bytes of the payload.
+    /// The event. If the row is damaged: the parts that could be read, the bytes of the payload among them.
     pub(crate) record: Arc<Recorded>,
     /// What is wrong with the row. A damaged event is not given to a handler.
     pub(crate) damage: Option<String>,
@@ -321,7 +321,7 @@ pub(crate) fn stored_at(
     }
 }
 
-/// Positions and counters are unsigned in Rust and signed in SQLite; they never get near the limit.
+/// Positions and counters are unsigned in Rust and signed in SQLite; they never come near the limit.
 pub(crate) fn to_sql(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }

@@ -63,7 +63,7 @@ CREATE TABLE claims (
 );
 CREATE INDEX claims_group ON claims (group_id, lo);
 
--- What is not plain progress: one row per event and group that waits, or runs on its own.
+-- Events that wait or are leased one by one: one row for each event and group.
 CREATE TABLE deliveries (
   group_id   INTEGER NOT NULL REFERENCES groups (id),
   seq        INTEGER NOT NULL,
@@ -109,8 +109,8 @@ CREATE INDEX dead_died       ON dead_letters (died_at);
 CREATE INDEX dead_event      ON dead_letters (event_id);
 CREATE INDEX dead_open_died  ON dead_letters (died_at)             WHERE retried_at IS NULL;
 
--- Events a group passed over on purpose, with the reason. A row beyond the cursor of its group: dropped from a
--- full stream, and the group passes it by.
+-- Events that a group skipped, with the reason. A row beyond the cursor of its group is an event that was dropped
+-- from a full stream: the group skips the event when it reaches it.
 CREATE TABLE skips (
   group_id INTEGER NOT NULL REFERENCES groups (id),
   seq      INTEGER NOT NULL,
@@ -127,8 +127,8 @@ CREATE TABLE owners (
   started_at INTEGER NOT NULL
 );
 
--- What each group has handled. Rows of removed groups are swept up later, in small steps; the number
--- of a group is never given again, so that they cannot be taken for another's.
+-- What each group has handled. Rows of removed groups are removed later, in small steps. The number
+-- of a group is never used again, so these rows cannot count for another group.
 CREATE TABLE inbox (
   group_id INTEGER NOT NULL,                  -- groups.id
   id       BLOB    NOT NULL,                  -- the sixteen bytes of the UUID
@@ -178,9 +178,9 @@ CREATE TABLE everbus_early_payloads (
 CREATE INDEX everbus_early_payloads_event ON everbus_early_payloads (event, tenant);
 CREATE INDEX everbus_early_payloads_timestamp ON everbus_early_payloads (timestamp);
 
--- HISTORY. Runs of postings, written in sorted batches some way behind the log, and merged as they
--- age. A posting is (scope, seq): a scope is the hash of one of the eight combinations of tenant, app,
--- entity and type, or of a correlation id. What lies beyond the last run is found by reading the log itself.
+-- HISTORY. Runs of postings, written in sorted batches behind the log, and merged as they age. A posting is
+-- (scope, seq): a scope is the hash of one of the eight combinations of tenant, app, entity and type, or of
+-- a correlation id. What lies beyond the last run is found by reading the log itself.
 CREATE TABLE history_runs (
   id      INTEGER PRIMARY KEY AUTOINCREMENT,
   level   INTEGER NOT NULL,
@@ -198,7 +198,7 @@ CREATE TABLE history_blocks (
   block BLOB    NOT NULL                      -- the other postings
 );
 CREATE UNIQUE INDEX history_blocks_first ON history_blocks (run, scope, seq);
--- Who writes runs: one process at a time.
+-- The lease for writing runs: one process at a time.
 CREATE TABLE history_indexer (
   only   INTEGER PRIMARY KEY CHECK (only = 1),
   holder INTEGER NOT NULL,
@@ -346,7 +346,7 @@ CREATE TABLE everbus_kv (
 ) WITHOUT ROWID;
 CREATE INDEX everbus_kv_expires ON everbus_kv (expires_at) WHERE expires_at IS NOT NULL;
 
--- EXPIRY: events that say themselves until when they are wanted. The others have no row.
+-- EXPIRY: events with an expiry time. Other events have no row.
 CREATE TABLE expirations (
   seq INTEGER PRIMARY KEY,                    -- the event in the log
   at  INTEGER NOT NULL                        -- microseconds
@@ -354,7 +354,7 @@ CREATE TABLE expirations (
 CREATE INDEX expirations_at ON expirations (at);
 
 -- OBJECTS without an event: to be deleted from their store, and then from here. An object is noted before
--- it is put; the append of its event strikes the note off.
+-- it is put; the append of its event removes the note.
 CREATE TABLE orphaned_objects (
   bucket TEXT    NOT NULL,
   key    TEXT    NOT NULL,

@@ -27,7 +27,7 @@ use crate::sql::Sql as _;
 use crate::streams::skip_ahead;
 use crate::tx::Tx;
 
-/// Events taken in one transaction, so that publishers get their turn.
+/// Events stored in one transaction: few enough that publishers hardly wait.
 const STEP: usize = 500;
 
 impl Store for SqliteEngine {
@@ -123,7 +123,7 @@ impl Store for SqliteEngine {
             let mut kept = kept_failures(&writer.tx.conn, group, seq)?;
             kept.forget_current();
             keep_failures(&writer.tx, group, seq, &kept)?;
-            // The dead letter says how it ended.
+            // The dead letter records how the event ended.
             forget_skip(&writer.tx, group, seq)
         })
     }
@@ -144,8 +144,8 @@ impl Store for SqliteEngine {
     }
 }
 
-/// Appends events with the time at which their broker received them. Existing events stay as they are.
-/// Returns the position of each.
+/// Appends events with the time at which their broker received them. Existing events are not changed. Returns the
+/// position of each.
 fn ingest(tx: &mut Tx, records: &[Arc<Recorded>]) -> Result<Vec<u64>> {
     let now = tx.clock.now();
     let before = tx.log.appended.len();

@@ -23,7 +23,7 @@ use crate::settle::{remove_row, row, write_skip};
 use crate::sql::Sql as _;
 use crate::tx::Tx;
 
-/// Rows of the log looked at in one snapshot.
+/// Rows of the log examined in one snapshot.
 const LOOK: u64 = 20_000;
 /// Events dropped in one transaction: few enough that a publish hardly waits.
 const STEP: usize = 200;
@@ -165,7 +165,7 @@ impl Count {
         self.searched >= self.upto || self.tallies.iter().any(|tally| tally.owed >= self.limit)
     }
 
-    /// Searches the log a bounded distance further.
+    /// Searches the next part of the log, of bounded size.
     fn go_on(&mut self, reader: &Reader) -> Result<()> {
         let doing = |e| from_sqlite("counting what waits", e);
         let upto = self.upto.min(self.searched.saturating_add(LOOK));
@@ -275,7 +275,7 @@ fn dropped_between(reader: &Reader, group: i64, after: u64, upto: u64) -> Result
     )
 }
 
-/// Skips waiting events of a group and returns them. Events that no longer wait are left alone.
+/// Skips waiting events of a group and returns them. Events that no longer wait are not changed.
 fn drop_waiting(tx: &mut Tx, leases: &mut Leases, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
     let Some(cursor) = tx.groups.get(&group).map(|g| g.cursor) else {
         return Ok(Vec::new());
@@ -350,7 +350,7 @@ fn drop_inherited(tx: &mut Tx, group: i64, seqs: &[u64]) -> Result<Vec<u64>> {
     Ok(dropped)
 }
 
-/// Moves a group past events that it need not read, a bounded distance. In a group without a consumer
+/// Moves a group past events that it need not read, for a bounded number of events. In a group without a consumer
 /// nothing else moves the cursor.
 fn pass_dropped(tx: &mut Tx, group_id: i64) -> Result<()> {
     let cursor = tx.groups.known(group_id)?.cursor;

@@ -1,4 +1,4 @@
--- What people and the specifications read.
+-- Views for people and for the queries of the specifications.
 
 -- The inbox with the columns of the specification.
 CREATE VIEW processed_events (event_id, consumer_name, processed_at) AS

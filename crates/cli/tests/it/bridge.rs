@@ -360,4 +360,11 @@ mod redis {
         let checked = shop.run(&["check", "--broker", &url]);
         assert_eq!(checked.code, 0, "{checked:?}");
     }
+
+    // conformance: contract/redis-tls: a build with several crypto providers connects with TLS: a server that is away is Unavailable
+    #[test]
+    fn an_encrypted_server_that_is_away_is_unavailable() {
+        let away = Shop::new().run(&["check", "--broker", "rediss://127.0.0.1:1"]);
+        assert!(away.failed(4, "Unavailable").contains("with TLS"));
+    }
 }

@@ -60,7 +60,7 @@ pub(super) fn validate_attributes(attributes: &Attributes) -> Result<()> {
     if attributes.overflow.is_some() {
         return Err(Error::new(
             Code::InvalidAttribute,
-            "where the payload overflows to is not for a publisher to say",
+            "a publisher cannot set where a payload overflows to",
         )
         .hint("publish the whole payload; the bus moves what is too large"));
     }

@@ -223,7 +223,7 @@ impl EventBuilder {
                     Code::InvalidAttribute,
                     format!("a time to live of {ttl:?}"),
                 )
-                .hint("it is more than nothing and at most a hundred years"));
+                .hint("the time is more than zero and at most a hundred years"));
             }
             self.attributes_mut().expires_at = Some(occurred_at.plus(ttl));
         }

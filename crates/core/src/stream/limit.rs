@@ -25,8 +25,8 @@ pub enum OnFull {
     Wait,
     /// Fails with [`Code::Backpressure`](crate::Code::Backpressure) at once.
     Reject,
-    /// Makes room: the oldest waiting events of the stream are skipped in every group, and the skips are
-    /// recorded. Events that are being handled are left alone.
+    /// Makes room: the oldest waiting events of the stream are skipped in every group, and the skips are recorded.
+    /// Events that are being handled are not skipped.
     ///
     /// A stream of 128 events or more gets room for a 128th of its length at once, so that a full stream
     /// need not be trimmed at every publish.
@@ -114,7 +114,7 @@ impl StreamLimit {
         if self.max_len == 0 {
             return Err(Error::new(
                 Code::InvalidSetting,
-                "a stream with a max_len of 0 takes no events",
+                "a stream with a max_len of 0 accepts no events",
             )
             .hint("leave max_len out for a stream without a limit"));
         }

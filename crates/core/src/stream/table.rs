@@ -75,7 +75,7 @@ impl Streams {
         let mut streams: Vec<Stream> = streams.into_iter().collect();
         if streams.is_empty() {
             return Err(Error::new(Code::InvalidSetting, "no streams are declared")
-                .hint("declare one at least, or none at all: then one stream has everything"));
+                .hint("declare at least one stream, or leave the list out: then one stream has all types"));
         }
         let system = Pattern::new(SYSTEM_TYPES)?;
         let covers = |stream: &Stream| {

@@ -63,7 +63,7 @@ impl PublishRate {
         if !(self.per_second >= SLOWEST && self.per_second <= FASTEST) {
             return bad(
                 format!("{} events in a second", self.per_second),
-                "it is between one a day and a thousand million a second",
+                "the rate is between one event per day and 1,000,000,000 events per second",
             );
         }
         if self.burst == 0 {

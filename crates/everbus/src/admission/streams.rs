@@ -315,7 +315,7 @@ impl Stream {
             ),
         )
         .hint(
-            "`everbus groups` shows who is behind; add consumers, publish more slowly, raise max_len, \
+            "`everbus groups` shows which group is behind; add consumers, publish more slowly, raise max_len, \
              or let the stream say on_full: drop_oldest",
         )
     }
@@ -324,7 +324,7 @@ impl Stream {
         Error::new(
             Code::Backpressure,
             format!(
-                "how full the stream {} is could not be counted within {DEFAULT_WAIT:?} (max_len {})",
+                "the pending events of the stream {} could not be counted within {DEFAULT_WAIT:?} (max_len {})",
                 self.name, self.limit.max_len
             ),
         )

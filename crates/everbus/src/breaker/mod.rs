@@ -33,8 +33,8 @@ use tokio::sync::Notify;
 pub use policy::{BreakerPolicy, Criticality};
 use window::{Counts, Window};
 
-/// A caller that comes while the probe runs is told to come back after this long. The duration of the probe
-/// is unknown; callers of [`Breaker::ready`] are woken by its end.
+/// A caller that asks while the probe runs is told to ask again after this time. The duration of the probe is unknown;
+/// callers of [`Breaker::ready`] are woken by its end.
 const WHILE_PROBING: Duration = Duration::from_secs(1);
 
 /// The state of a circuit breaker.
@@ -364,7 +364,7 @@ impl Shared {
 }
 
 impl Inner {
-    /// Applies the passage of time: an open breaker becomes half-open.
+    /// Changes an open breaker to half-open when its time is over.
     fn look_at(&mut self, now: Timestamp, policy: &BreakerPolicy) {
         let Phase::Open { until } = self.phase else {
             return;

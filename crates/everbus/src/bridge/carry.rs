@@ -1,5 +1,5 @@
-//! Appending to the target: in the order of each key, repeated until the outcome is known, and one bad event apart from
-//! the others.
+//! Appends to the target: keeps the order of each key, repeats until the outcome is known, and separates a refused
+//! event from the others.
 
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -18,17 +18,17 @@ use super::route::Route;
 use super::{BATCH, Bridge, FIRST_PAUSE};
 use crate::guard;
 
-/// How many appends are under way at most: the target works on one while it waits for its disk with the other.
+/// The largest number of concurrent appends: the target can process one while the other waits for the disk.
 const AT_ONCE: usize = 2;
 /// About this many bytes of payload are appended at a time.
 const MOST_BYTES: usize = 8 << 20;
-/// If the target refuses this many events and takes none between, they are not the cause.
+/// If the target refuses this many events in a row, the events are not the cause.
 const MOST_REFUSED: usize = 20;
 
-/// The reason of an event that came from the target.
+/// Why an event is skipped: it came from the target.
 const RETURNED: &str = "bridged: the event came from the target";
 
-/// What became of an event at the target.
+/// The result for one event.
 pub(super) enum Carried {
     Stored {
         duplicate: bool,
@@ -41,8 +41,8 @@ pub(super) enum Carried {
 }
 
 impl Bridge {
-    /// Appends batches and hands the verdicts on. Up to [`AT_ONCE`] batches are under way, as long as they share no
-    /// ordering key: the order of each key is kept.
+    /// Appends batches, and passes the verdicts to the settlement. Up to [`AT_ONCE`] batches are under way, as long as
+    /// they share no ordering key: the order of each key is kept.
     pub(super) async fn append(
         &self,
         route: &Route,
@@ -112,7 +112,8 @@ impl Bridge {
                     let carried = carried.unwrap_or(Carried::GivenUp { sent: true });
                     match self.judge(&delivery, carried, refused) {
                         Ok(verdict) => verdict,
-                        // The events before this one keep their verdicts, or the next run would meet them again.
+                        // The events before this one keep their verdicts; otherwise the next run would get these events
+                        // again.
                         Err(error) => {
                             ended = Err(error);
                             continue;
@@ -125,8 +126,8 @@ impl Bridge {
         Ok((settlements, ended))
     }
 
-    /// The verdict on an event that may be at the target. It counts as an attempt, so that the target is asked before
-    /// the event is sent again.
+    /// The verdict on an event that may be at the target. It counts as an attempt, so that the next run asks the target
+    /// before it sends the event again.
     pub(super) fn unanswered(&self, attempt: u32) -> Verdict {
         let now = self.from.shared().options.clock.now();
         let text = "the bridge stopped before the target answered";
@@ -170,7 +171,8 @@ impl Bridge {
         }
     }
 
-    /// Whether the target has an event that may have been sent before, where its appends cannot say so.
+    /// Whether the target has an event that may have been sent before. For a target whose appends do not recognise
+    /// duplicates.
     async fn is_stored(&self, event: &Event) -> Result<bool> {
         let engine = self.to.engine();
         let Some(lookup) = &engine.lookup else {
@@ -183,7 +185,7 @@ impl Bridge {
         Ok(found.iter().any(|known| known.event.same_body(event)))
     }
 
-    /// Counts an outcome and makes it a verdict.
+    /// Counts an outcome and converts it to a verdict.
     fn judge(
         &self,
         delivery: &Delivery,
@@ -236,7 +238,7 @@ impl Bridge {
         }
     }
 
-    /// Stores events at the target in their order. Repeats what may be repeated until the bridge stops.
+    /// Stores events at the target in their order. Repeats after errors that may pass, until the bridge stops.
     pub(super) async fn store(&self, mark: EventId, events: &[&Event]) -> Result<Vec<Carried>> {
         let mut carried: Vec<Option<Carried>> = Vec::new();
         carried.resize_with(events.len(), || None);
@@ -314,7 +316,7 @@ impl Bridge {
     }
 }
 
-/// The next batch, with what waits behind it: it becomes one append. `None` at the end.
+/// The next batch together with the batches that wait behind it, for one append. `None` at the end.
 async fn waiting(batches: &mut mpsc::Receiver<Vec<Delivery>>) -> Option<Vec<Delivery>> {
     let mut batch = batches.recv().await?;
     while batch.len() < BATCH

@@ -1,4 +1,4 @@
-//! The leases of what a bridge has fetched and not settled.
+//! The leases of events that a bridge has fetched and not settled.
 
 use std::collections::HashMap;
 
@@ -10,7 +10,7 @@ pub(super) struct Held(Mutex<HashMap<Position, One>>);
 
 struct One {
     lease: Lease,
-    /// It may be at the target.
+    /// Whether the event may be at the target.
     sent: bool,
 }
 
@@ -34,7 +34,7 @@ impl Held {
         }
     }
 
-    /// Forgets a lease. That of a later delivery of the same event stays.
+    /// Removes a lease. The lease of a later delivery of the same event stays.
     pub(super) fn remove(&self, lease: &Lease) {
         let mut held = self.0.lock();
         let known = held.get(&lease.position());

@@ -20,8 +20,8 @@
 //!
 //! # What is carried
 //!
-//! - Every event of the patterns that is for all groups. `*`, the default, leaves out `system.…`: the target
-//!   tells of its own dead letters. An event that is addressed to one group stays where that group is.
+//! - Every event of the patterns that is for all groups. `*`, the default, leaves out `system.…`: the target publishes
+//!   notices about its own dead letters. An event that is addressed to one group stays where that group is.
 //! - `occurred_at` and all attributes stay as they are; `received_at` is the time at which the target received it.
 //! - An event that is published for later (`not_before`) is carried at once and waits at the target.
 //! - A payload in an object store stays there: the event refers to the same object, which the target must be able
@@ -31,11 +31,12 @@
 //!
 //! - *The target is away:* the bridge waits and repeats, with the same ids.
 //! - *The target refuses an event* (its id has another body there, it is too large, no stream covers its type): the
-//!   event is a dead letter of the bridge's group at the source. If the target refuses everything, the bridge
-//!   ends with the error.
-//! - *The bridge is killed:* what it had not acked comes again. A target that recognises ids as long as it keeps
-//!   the events stores nothing twice. One that does so for a time only may get events twice that were in flight when
-//!   the bridge was killed, if it starts again later than that; a store beside the target is asked first.
+//!   event becomes a dead letter of the bridge's group at the source. If the target refuses everything, the bridge ends
+//!   with the error.
+//! - *The bridge is killed:* events that it had not acked are delivered again. A target that recognises ids as long as
+//!   it keeps the events stores nothing twice. A target that recognises ids for a limited time may store events twice
+//!   that were in flight when the bridge was killed, if the bridge starts again after that time; with a store beside
+//!   the target, the bridge asks the store first.
 //! - *Two opposite bridges:* an event carries the marks of its bridges ([`Attributes::bridged`]) and is not carried
 //!   back to a log that it came from. Source and target that are the same log are refused.
 //!
@@ -71,17 +72,18 @@ pub const BRIDGE: &str = "everbus.bridge";
 const BATCH: usize = 512;
 /// How many batches wait for the stage behind them.
 const AHEAD: usize = 2;
-/// What is fetched, appended and settled at the same time, and a batch that the engine prepares.
+/// Enough for the batches that are fetched, appended and settled at the same time, and one that the engine prepares.
 const PREFETCH: usize = BATCH * 6;
-/// How long an event stays with a bridge that died before another one gets it, where the engine does not notice.
+/// How long another bridge waits for the events of a bridge that died, on an engine that does not detect dead
+/// processes.
 const LEASE: Duration = Duration::from_secs(60);
-/// How often the lag is looked at, and how soon again if nothing is in flight.
+/// How often the lag is read: usually, and while nothing is in flight.
 const LOOK: Duration = Duration::from_millis(200);
 const LOOK_IDLE: Duration = Duration::from_millis(10);
-/// The first and the longest pause between tries during an outage.
+/// The first and the longest pause between attempts during an outage.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// After an error, the verdicts on what was carried get this long.
+/// After an error, the bridge settles the events that it has carried, for at most this time.
 const LAST: Duration = Duration::from_secs(5);
 
 /// Carries events from one bus to another. Neither bus need be started.
@@ -100,11 +102,11 @@ pub struct Bridge {
     counters: Arc<Mutex<BridgeStats>>,
     homes: Homes,
     phase: watch::Sender<Phase>,
-    /// Everything in flight is settled: the run may have caught up.
+    /// Notified when everything in flight is settled, because the run may have caught up.
     idle: Notify,
 }
 
-/// What a run is to do.
+/// The phase of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Run,
@@ -139,11 +141,11 @@ impl Bridge {
         }
     }
 
-    /// The group at the source that remembers how far the bridge is ([`BRIDGE`]). Bridges to different targets, or
-    /// with different patterns, need groups of their own.
+    /// The group at the source, whose cursor is the progress of the bridge ([`BRIDGE`]). Bridges to different targets,
+    /// or with different patterns, need groups of their own.
     ///
-    /// An existing group of consumers hands its work over: the bridge takes its patterns and carries what the group
-    /// has not handled, and nothing else. Its consumers must have stopped.
+    /// An existing group of consumers may be named: the bridge takes over its patterns, and carries only the events
+    /// that the group has not handled. The consumers of the group must have stopped.
     #[must_use]
     pub fn group(mut self, group: GroupName) -> Self {
         self.group = group;
@@ -165,16 +167,16 @@ impl Bridge {
     }
 
     /// Keeps the order of each key also when the bridge is killed, or when several bridges share the group. Without
-    /// this, events that were in flight when a bridge was killed may come after later ones of their key. It is
-    /// slower, most of all if few keys have most of the events.
+    /// this, events that were in flight when a bridge was killed may come after later ones of their key. It is slower,
+    /// above all if a few keys have most of the events.
     #[must_use]
     pub fn ordered(mut self, ordered: bool) -> Self {
         self.ordered = ordered;
         self
     }
 
-    /// The name of the target, for messages and for the group's subscription: a bridge refuses to continue the group
-    /// of a bridge to another target. By default that of the engine.
+    /// The name of the target, for messages and for the group's subscription: a bridge refuses to continue the group of
+    /// a bridge to another target. By default the name of the engine.
     #[must_use]
     pub fn target(mut self, name: impl Into<String>) -> Self {
         self.target = name.into();
@@ -193,14 +195,14 @@ impl Bridge {
 
     /// Carries events until the target has every event of the source.
     ///
-    /// While programs publish to the source it ends at a moment when nothing is left. After they publish
-    /// elsewhere, a second run ends when the target has everything.
+    /// If programs publish to the source meanwhile, the run ends at a moment when no event is left. When these programs
+    /// publish elsewhere, a second run carries the rest.
     pub async fn run_until_caught_up(&self) -> Result<BridgeStats> {
         self.carry(Until::CaughtUp).await
     }
 
-    /// Ends the runs after the current work. A target that is away is not waited for: what it has not got is given
-    /// back.
+    /// Ends the runs after the current work. Does not wait for a target that is not available: events that it has not
+    /// stored are released.
     pub fn stop(&self) {
         self.phase.send_replace(Phase::Stop);
     }
@@ -227,7 +229,7 @@ impl Bridge {
             let mut settling = pin!(self.settle(&held, verdicts));
             tokio::select! {
                 carried = &mut carrying => {
-                    // What the target has is settled, also after an error: it must not be sent again.
+                    // Events that the target has stored are settled, also after an error: they must not be sent again.
                     let settled = match carried.is_ok() {
                         true => settling.await,
                         false => tokio::time::timeout(LAST, settling).await.unwrap_or(Ok(())),
@@ -286,7 +288,7 @@ impl Bridge {
         let broker = &self.from.engine().broker;
         let mut consumer = broker.consume(self.group.clone(), options).await?;
         let outcome = loop {
-            // Room first: what waits in the engine costs no memory here.
+            // Waits for room first: events that are not fetched cost no memory here.
             let room = tokio::select! {
                 biased;
                 () = self.ending() => break Ok(()),
@@ -313,7 +315,7 @@ impl Bridge {
         outcome.and(closed)
     }
 
-    /// Settles what was carried. A verdict that the source cannot take now is repeated.
+    /// Settles the carried events. A verdict that the source cannot apply now is repeated.
     async fn settle(
         &self,
         held: &Held,
@@ -335,7 +337,7 @@ impl Bridge {
                     Err(error) => return Err(error),
                 };
                 if !self.endure("the source", &error, &mut pause).await {
-                    // The events come again; the target has those that were carried.
+                    // The events are delivered again; the target recognises those that were carried.
                     return Ok(());
                 }
             }
@@ -347,7 +349,7 @@ impl Bridge {
         Ok(())
     }
 
-    /// Leaves in the batch what must be repeated, and returns why.
+    /// Keeps in the batch only the verdicts that must be repeated, and returns the error.
     fn settled(
         &self,
         held: &Held,
@@ -364,7 +366,7 @@ impl Bridge {
                     continue;
                 }
                 Err(error) if error.class() == Class::Final => return Err(error),
-                // The lease was lost: the event comes again, and the target knows it.
+                // The lease was lost: the event is delivered again, and the target recognises it.
                 Err(error) => {
                     self.counters.lock().late += 1;
                     guard::log(|| {
@@ -379,7 +381,7 @@ impl Bridge {
         Ok(again)
     }
 
-    /// Gives back what is in flight after an error, so that the next run gets it at once. If that fails too, the
+    /// Releases the events in flight after an error, so that the next run gets them at once. If this fails too, their
     /// leases end.
     async fn give_back(&self, held: &Held) {
         let given = |(lease, sent)| {
@@ -396,7 +398,7 @@ impl Bridge {
         let _ = tokio::time::timeout(Duration::from_secs(1), given).await;
     }
 
-    /// Keeps the leases of everything in flight alive. Ends with an error only.
+    /// Extends the leases of all events in flight. Returns only with an error.
     async fn keep(&self, held: &Held) -> Error {
         loop {
             tokio::time::sleep(LEASE / 3).await;
@@ -404,7 +406,7 @@ impl Bridge {
             if leases.is_empty() {
                 continue;
             }
-            // A lease that cannot be extended ends: the event comes again.
+            // A lease that cannot be extended ends, and its event is delivered again.
             if let Err(error) = self.from.engine().broker.extend(leases, LEASE).await
                 && error.class() == Class::Final
             {
@@ -413,7 +415,7 @@ impl Bridge {
         }
     }
 
-    /// Looks at the lag, and ends the run once there is none, if asked to. Ends with an error only.
+    /// Reads the lag, and ends the run when there is none, if `until` says so. Returns only with an error.
     async fn watch(&self, until: Until) -> Error {
         loop {
             let began = Instant::now();
@@ -432,7 +434,7 @@ impl Bridge {
                 Err(error) if error.class().may_repeat() => {}
                 Err(error) => return error,
             }
-            // Counting a large backlog takes its time.
+            // Counting a large backlog is slow.
             let least = began.elapsed() * 10;
             tokio::time::sleep(least.max(LOOK_IDLE)).await;
             let rest = LOOK.saturating_sub(least);
@@ -440,7 +442,7 @@ impl Bridge {
         }
     }
 
-    /// Returns whether the run is to end: the target has everything.
+    /// Returns whether the run must end, because the target has everything.
     async fn look(&self, until: Until) -> Result<bool> {
         let info = self.info().await?.ok_or_else(|| no_group(&self.group))?;
         let unsettled = info.lag().unsettled();
@@ -463,7 +465,7 @@ impl Bridge {
         let _ = phase.wait_for(|phase| is(*phase)).await;
     }
 
-    /// Waits a little longer each time. Returns false if the bridge stops.
+    /// Waits, longer each time. Returns `false` if the bridge stops.
     async fn endure(&self, which: &str, error: &Error, pause: &mut Duration) -> bool {
         self.counters.lock().went_wrong(error);
         if !std::mem::replace(&mut self.counters.lock().waiting, true) {

@@ -1,7 +1,7 @@
-//! The way of a bridge: its group at the source, and which events the target has because they came from there.
+//! The route of a bridge: its group at the source, and the events that came from the target and must not go back.
 //!
-//! The bridge's subscription has an id that no other log has. Found among the groups of the target, it says that
-//! both ends are one log. In the marks of an event it says in which log the event has been.
+//! The subscription of a bridge has a unique id. If the target has a subscription with this id, both ends are the same
+//! log. An event carries the ids of its bridges as marks, which show the logs that the event has been in.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::{BRIDGE, Bridge, same_log};
 
-/// How the names of a bridge's subscriptions begin.
+/// The prefix of the names of a bridge's subscriptions.
 const NAMED: &str = "bridge of ";
 
 /// A group that is ready to be consumed.
@@ -23,7 +23,7 @@ pub(super) struct Route {
     pub(super) mark: EventId,
 }
 
-/// Which marks are those of a bridge that reads the target.
+/// For each mark, whether it is that of a bridge that reads the target.
 pub(super) type Homes = Mutex<HashMap<EventId, bool>>;
 
 pub(super) fn default_group() -> GroupName {
@@ -34,7 +34,7 @@ pub(super) fn default_group() -> GroupName {
 }
 
 impl Bridge {
-    /// Declares the group at the source, and refuses what would go wrong.
+    /// Declares the group at the source. Refuses a route that cannot work.
     pub(super) async fn route(&self) -> Result<Route> {
         let (from, to) = (&self.from.engine().broker, &self.to.engine().broker);
         if Arc::ptr_eq(from, to) {
@@ -77,7 +77,8 @@ impl Bridge {
         Ok(Route { patterns, mark })
     }
 
-    /// The route through a group that consumers made, with its patterns. `None` if a bridge made it.
+    /// The route through an existing group of consumers, with the patterns of the group. `None` if a bridge created the
+    /// group.
     fn takes_over(&self, info: &GroupInfo) -> Result<Option<Route>> {
         let is_bridge = |name: &str| name.starts_with(NAMED);
         if info.subscriptions.iter().any(|s| is_bridge(&s.name)) {
@@ -131,7 +132,8 @@ impl Bridge {
         Error::new(Code::InvalidSetting, what).hint("leave them out to carry every event")
     }
 
-    /// Refuses two ends that are one log: the target has the subscription that was declared at the source.
+    /// Refuses source and target that are the same log: the target has the subscription that was declared at the
+    /// source.
     async fn check_apart(&self, mark: EventId, new: bool) -> Result<()> {
         self.learn_homes(&[mark]).await?;
         if !self.homes.lock().remove(&mark).unwrap_or(false) {
@@ -165,8 +167,8 @@ impl Bridge {
         Ok(marks.iter().any(|mark| homes.get(mark) == Some(&true)))
     }
 
-    /// Learns which of these marks are subscriptions of the target. A mark is older than the events that have it, so
-    /// the answer stays the same.
+    /// Finds out which of these marks are subscriptions of the target. A mark is older than the events that carry it,
+    /// so the answer never changes.
     async fn learn_homes(&self, marks: &[EventId]) -> Result<()> {
         let groups = self.to.engine().broker.inspect().await?;
         let ids = groups.iter().flat_map(|group| &group.subscriptions);

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// What a bridge has done since it was made.
+/// The counts of a bridge since it was created.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct BridgeStats {
@@ -14,11 +14,11 @@ pub struct BridgeStats {
     pub returned: u64,
     /// Events that the target refused; they are dead letters of the bridge's group.
     pub refused: u64,
-    /// Verdicts that came too late: these events come again, and the target knows them.
+    /// Verdicts that came too late: these events are delivered again, and the target recognises them.
     pub late: u64,
-    /// Events of the source that are not settled, at the last look; `None` before the first one.
+    /// Events of the source that are not settled, when last read. `None` before the first read.
     pub lag: Option<u64>,
-    /// Whether the bridge waits because an end is away.
+    /// Whether the bridge waits because source or target is not available.
     pub waiting: bool,
     /// The last error.
     #[serde(skip_serializing_if = "Option::is_none")]

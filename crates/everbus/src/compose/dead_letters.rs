@@ -7,6 +7,7 @@
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::Duration;
 
 use everbus_core::dead_letters::{check_replacement, not_open};
 use everbus_core::{
@@ -260,5 +261,9 @@ impl DeadLetters for LettersBeside {
         filter: DeadLetterFilter,
     ) -> BoxFuture<'_, Result<Purged>> {
         self.letters.purge(cutoff, basis, filter)
+    }
+
+    fn expire(&self, now: Timestamp, age: Duration) -> BoxFuture<'_, Result<u64>> {
+        self.letters.expire(now, age)
     }
 }

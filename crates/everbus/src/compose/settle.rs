@@ -381,7 +381,7 @@ fn stored(answer: Result<()>) -> Result<()> {
     match answer {
         Err(error) if error.code() == Code::IdReused => {
             guard::log(|| {
-                tracing::warn!(target: "everbus::beside", %error, "an event that belongs to an outcome is there already with another body");
+                tracing::warn!(target: "everbus::beside", %error, "an event that belongs to an outcome is stored already with another body");
             });
             Ok(())
         }

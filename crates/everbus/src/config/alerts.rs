@@ -15,22 +15,22 @@ pub(super) const KEYS: &[&str] = &[
     "per_minute",
 ];
 
-/// Who is told when something is wrong, and when a job ends. The addresses are secrets: a program that knows the path of such
-/// a webhook may post to it.
+/// Where alerts and the ends of jobs are sent. The addresses are secrets: a program that knows the path of such a
+/// webhook may post to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Alerts {
-    /// A webhook of Slack or its like, which gets alerts as text.
+    /// A webhook of Slack or a compatible service, which gets alerts as text.
     pub slack: Option<Secret>,
     /// A webhook that gets alerts as JSON.
     pub webhook: Option<Secret>,
-    /// A webhook that is told, as JSON, that a job completed or a task of it failed.
+    /// A webhook that gets a message, as JSON, when a job completes or one of its tasks fails.
     pub job_webhook: Option<Secret>,
     /// Whether the webhooks may use plain `http`.
     pub allow_http: bool,
-    /// Whether the webhooks may lead to addresses of this machine and of private networks.
+    /// Whether the addresses of webhooks may be on this machine or in private networks.
     pub allow_private: bool,
-    /// The same subject is told again after this time.
+    /// The time after which an alert about the same subject is sent again.
     pub repeat_after: Option<Duration>,
     /// How many alerts a process sends in a minute.
     pub per_minute: Option<u32>,

@@ -31,9 +31,9 @@ pub(super) const KEYS: &[&str] = &[
     "allow_eviction",
     "adopt_streams",
 ];
-/// Those that a Redis server has as well.
+/// The keys of other servers that a Redis server has as well.
 const OF_REDIS: &[&str] = &["user", "password", "tls", "foreign"];
-/// Those that only a Redis server has.
+/// The keys that only a Redis server has.
 const REDIS_ONLY: &[&str] = &[
     "window",
     "stale_after",

@@ -8,9 +8,9 @@ pub(super) const KEYS: &[&str] = &["compat"];
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Compat {
-    /// `omni_events_total` and its neighbours.
+    /// `omni_events_total` and the other names of *omni*.
     Omni,
-    /// `consumer_lag_events`, `dlq_depth` and their neighbours.
+    /// `consumer_lag_events`, `dlq_depth` and the other names of *framework*.
     Framework,
 }
 

@@ -139,7 +139,7 @@ pub struct Config {
     pub retention: Option<Retention>,
     /// How `everbus serve` listens, if the file says so.
     pub server: Option<Server>,
-    /// Who is told when something is wrong, if the file says so.
+    /// Where alerts are sent, if the file says so.
     pub alerts: Option<Alerts>,
     /// The names that `/metrics` of a server adds to its own (`metrics.compat`).
     pub metrics_compat: Option<Compat>,

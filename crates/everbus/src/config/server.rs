@@ -50,7 +50,7 @@ pub struct Server {
     pub task_overtime: Option<Duration>,
     /// The time between two heartbeats of the workers.
     pub task_heartbeat: Option<Duration>,
-    /// A task that waits for a worker for longer is told.
+    /// An alert is sent about a task that waits for a worker for longer.
     pub task_pending: Option<Duration>,
 }
 

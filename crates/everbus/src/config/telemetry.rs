@@ -11,7 +11,7 @@ pub(super) fn read(reader: &mut Reader<'_>, section: &Section<'_>) -> Option<Str
     let hint = "such as http://localhost:4318";
     let text = reader.text(otlp.get("endpoint"), hint)?;
     if !text.value.starts_with("http://") && !text.value.starts_with("https://") {
-        reader.refuse(&text, "which is not an address of HTTP", hint);
+        reader.refuse(&text, "which is not an HTTP address", hint);
         return None;
     }
     Some(text.value)

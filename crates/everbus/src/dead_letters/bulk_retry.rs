@@ -65,11 +65,11 @@ pub(super) async fn retry_slowly(
     if per_second == 0 {
         return Err(
             Error::new(Code::InvalidSetting, "a rate of 0 dead letters per second")
-                .hint("send back at least 1 per second, or all at once with retry_all"),
+                .hint("retry at least 1 per second, or all at once with retry_all"),
         );
     }
     filter.died_until = Some(filter.died_until.map_or(now, |until| until.min(now)));
-    // Never more than existed at the start, even if the clock is set.
+    // Never more than existed at the start, even if the clock is changed.
     let total = letters.count(filter.clone()).await?.min(limit);
     let step = per_second.div_ceil(STEPS);
     let pause = Duration::from_secs(1) * step / per_second;

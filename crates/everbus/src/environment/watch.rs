@@ -1,4 +1,4 @@
-//! What a long-running handler can learn about its delivery (its lease was extended or lost) and what it
+//! What a long-running handler can read about its delivery (whether its lease was extended or lost), and what it
 //! reports (its progress).
 //!
 //! A delivery is watched from the first call of its handler. Handlers that never ask cost nothing.

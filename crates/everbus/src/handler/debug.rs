@@ -1,4 +1,4 @@
-//! What `#[debug_handler]` asks the compiler. None of it is ever run.
+//! Checks that `#[debug_handler]` makes the compiler do. None of this code ever runs.
 
 use std::future::Future;
 

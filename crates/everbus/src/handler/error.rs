@@ -65,7 +65,7 @@ pub(crate) enum Answer {
     Decode,
     GiveUp,
     Skip,
-    /// Not handled here: another process, or a later start of this one, takes it.
+    /// Not handled here: another process handles the event, or this one after a restart.
     GiveBack,
 }
 
@@ -181,7 +181,7 @@ impl HandlerError {
         }
     }
 
-    /// Not a failure: the handler was interrupted, for example by a shutdown, and gives the event back. It is
+    /// Not a failure: the handler was interrupted, for example by a shutdown, and releases the event. The event is
     /// delivered again, and no attempt is counted. Events added with [`with_event`](Self::with_event) are not
     /// published.
     ///

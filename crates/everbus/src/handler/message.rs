@@ -110,8 +110,7 @@ impl Message {
             lease,
             watch,
         } = inner;
-        // These reference counts are shared by all workers: not touched if the message has the right value
-        // already.
+        // All workers share these reference counts, so they are not changed if the message has the right value already.
         if !of_bus
             .as_ref()
             .is_some_and(|bus| Arc::ptr_eq(bus, environment))

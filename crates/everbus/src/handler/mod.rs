@@ -29,7 +29,7 @@ pub(crate) use registered::{DEFAULT_TIMEOUT, Registered, Run, Traits};
 pub use slot::Slot;
 pub use subscription_id::SubscriptionId;
 
-/// What a run of a handler comes to.
+/// The result of a run of a handler.
 pub type HandlerOutcome = Result<Outcome, HandlerError>;
 
 /// An async function or closure that handles events.
@@ -67,7 +67,7 @@ pub type HandlerOutcome = Result<Outcome, HandlerError>;
 /// # let _ = everbus::Router::new().on("orders.order.placed", invoice);
 /// ```
 ///
-/// [`#[debug_handler]`](crate::debug_handler) on a function says why it is no handler.
+/// [`#[debug_handler]`](crate::debug_handler) on a function makes the compiler say why it is not a handler.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler",
     label = "not an async function of things that can be taken from an event",

@@ -359,7 +359,7 @@ impl<'a> Publisher<'a> {
             if index == suspect || !matches!(self.answers[index], Answer::Later) {
                 continue;
             }
-            // A row that waits because its stream is full blocks its key all the same.
+            // A row that waits because its stream is full still blocks its key.
             let first = row.key.as_ref().is_none_or(|key| seen.insert(key));
             if first && !held.holds(row) {
                 found.push(index);

@@ -24,7 +24,7 @@ const BATCH: usize = 100;
 const MAX_BATCH: usize = 5000;
 /// How long the lease lasts. After a relay was killed, the others wait this long.
 const LEASE: Duration = Duration::from_secs(10);
-/// The first and the longest pause between tries during an outage.
+/// The first and the longest pause between attempts during an outage.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// How often a standby relay checks whether the lease is free.

@@ -1,9 +1,9 @@
 //! Deletes objects without an event, and counts the objects of a place by the log that put them.
 //!
-//! The collector deletes an object only if this log has a note of it, no event of the log refers to it,
-//! **and** the object belongs to this log: it is beside the file, or its key names the log. The note of a publish
-//! that did not finish must be a day old as well: the event may be about to be appended. No key is used twice, so
-//! collectors may run at the same time, and a late deletion hits no newer object.
+//! The collector deletes an object only if this log has a note of it, no event of the log refers to it, **and** the
+//! object belongs to this log: it is beside the file, or its key names the log. The note of a publish that did not
+//! finish must be a day old as well: the event may be about to be appended. No key is used twice, so collectors may run
+//! at the same time, and a late deletion cannot delete a newer object.
 
 use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
@@ -128,8 +128,8 @@ impl Objects {
         named || self.options.url.is_none()
     }
 
-    /// Deletes the object that an append did not need: it stored nothing, or had stored the event before. The
-    /// collector strikes off the note. A store beside a broker sees events late, so there the object stays.
+    /// Deletes the object that an append did not need: it stored nothing, or had stored the event before. The collector
+    /// removes the note. A store beside a broker gets events late, so there the object stays.
     pub(crate) async fn discard(&self, engine: &Engine, event: &Event) -> Result<()> {
         let seen = self.orphans.is_some() && engine.background.is_none();
         if let Some(reference) = event.overflow().filter(|_| seen)
@@ -199,8 +199,8 @@ impl Objects {
     }
 }
 
-/// Whether the event of a publish may be still to come: for a day, and in a store beside a broker however late,
-/// since the archive copies it.
+/// Whether the event of an unfinished publish may still arrive: within a day, or at any time in a store beside a
+/// broker, because the archive copies events late.
 fn is_expected(engine: &Engine, note: &Orphan, options: &Collect) -> bool {
     let young = SystemClock.now().since(note.since) < options.strays_after;
     note.unborn && (young || engine.background.is_some())

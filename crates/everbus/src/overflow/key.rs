@@ -1,9 +1,9 @@
 //! The keys of objects: `events/{entity id}/{event id}-{log}-{random}-payload.json`.
 //!
-//! No key is made twice, so the deletion of an object can never hit a newer one, however late it is carried
-//! out. The key names the log that put the object. Any entity id becomes one segment of letters, digits, `-`,
-//! `_` and dots; all other bytes are percent-encoded, so an id cannot leave its folder. Events without an
-//! entity use the folder `~`, which no id is encoded to.
+//! No key is used twice, so even a late deletion of an object can never delete a newer one. The key names the log that
+//! put the object. Any entity id becomes one segment of letters, digits, `-`, `_` and dots; all other bytes are
+//! percent-encoded, so an id cannot leave its folder. Events without an entity use the folder `~`, which no id is
+//! encoded to.
 
 use everbus_core::{Event, EventId, LogId};
 use sha2::Digest as _;

@@ -7,14 +7,14 @@
 //! byte for byte.
 //!
 //! ```text
-//!  publish ─▶ split ─▶ note ─▶ object (durable) ─▶ append, note struck off ─▶ the log has a reference
+//!  publish ─▶ split ─▶ note ─▶ object (durable) ─▶ append, note removed ─▶ the log has a reference
 //!  deliver ─▶ reference ─▶ object (length and SHA-256 checked) ─▶ handler sees the whole payload
 //!  retention ─▶ event and a note of its object, one transaction ─▶ collector ─▶ object deleted
 //! ```
 //!
-//! The object is durable **before** the event is appended and deleted only **after** the event is removed.
-//! So a crash leaves at most an object without an event, which has a note and is deleted later. Each put has a
-//! key of its own. An object without a note in this log is left alone.
+//! The object is durable **before** the event is appended and deleted only **after** the event is removed. So a crash
+//! leaves at most an object without an event, which has a note and is deleted later. Each put has a new key. An object
+//! without a note in this log is never deleted.
 //!
 //! An event of another sender with `_s3Overflow` in its properties (the *workflow* dialect) is completed in
 //! the same way, from the configured places.
@@ -252,7 +252,9 @@ fn upper_bound(attributes: &Attributes) -> usize {
 /// Runs CPU-heavy work (hashing, scanning many megabytes) on a blocking thread.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|e| Error::new(Code::Internal, "work on a large event was given up").caused_by(e))
+    done.map_err(|e| {
+        Error::new(Code::Internal, "the work on a large event was aborted").caused_by(e)
+    })
 }
 
 #[cfg(test)]

@@ -18,8 +18,7 @@ pub(super) struct Flaw {
 
 impl Flaw {
     pub(super) fn new(what: impl Into<String>) -> Self {
-        let hint =
-            "bring the object back from a backup; the event itself is kept and can be retried";
+        let hint = "restore the object from a backup; the event itself is kept and can be retried";
         let what = what.into();
         Self { what, hint }
     }
@@ -153,10 +152,11 @@ fn restored(rest: &[u8], object: Bytes, reference: &Reference) -> Result<Bytes, 
     payload.filter(fits).ok_or_else(misfit)
 }
 
-/// Turns the object into the payload, in place, so that a large payload is in memory once: what is between its
-/// parts gives way to what the event has between their `null`s. `None` if a part does not fit.
+/// Turns the object into the payload, in place, so that a large payload is in memory once. The text between the parts
+/// of the object is replaced by the text between the `null`s of the event. `None` if a part does not fit.
 fn filled(rest: &[u8], mut object: Vec<u8>, parts: &[OverflowPart]) -> Option<Vec<u8>> {
-    // What is left of both, before the last part that was done.
+    // The parts are processed from the last to the first. These are the lengths that are left of `rest` and of
+    // `object`.
     let (mut before, mut end) = (rest.len(), object.len());
     for part in parts.iter().rev() {
         let at = usize::try_from(part.at).ok()?;

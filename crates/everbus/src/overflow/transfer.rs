@@ -43,7 +43,8 @@ impl Place {
             Err(_) => {
                 let what = format!("something else is in {:?} as {key:?}", self.name());
                 let error = Error::new(Code::ObjectStoreError, what);
-                Err(error.hint("nothing is overwritten; move what is there away, then try again"))
+                Err(error
+                    .hint("nothing is overwritten; move the existing object away, then try again"))
             }
         }
     }

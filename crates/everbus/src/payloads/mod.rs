@@ -302,7 +302,13 @@ async fn off_the_executor<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T> {
     let done = tokio::task::spawn_blocking(work).await;
-    done.map_err(|e| Error::new(Code::Internal, "a payload stage was given up on").caused_by(e))
+    done.map_err(|e| {
+        Error::new(
+            Code::Internal,
+            "the compression of a payload stage was aborted",
+        )
+        .caused_by(e)
+    })
 }
 
 /// One stage with its content.

@@ -181,7 +181,7 @@ impl Target for FreshGroup {
         guest.dismiss().await;
         let (left, dead) = (info.waiting + info.in_flight, info.dead_letters);
         if left > 0 {
-            // Stopped after everything was read: a resumed run continues with the waiting events.
+            // The run was stopped after everything was read. A resumed run continues with the waiting events.
             report.next.get_or_insert_with(|| self.upto.clone());
         }
         report.processed = report.processed.saturating_sub(dead + left);
@@ -269,7 +269,7 @@ impl Drop for Guest {
                 && let Err(error) = bus.remove_group(group).await
                 && error.code() != Code::GroupNotFound
             {
-                tracing::warn!(target: "everbus::replay", %error, "the group of a replay stays");
+                tracing::warn!(target: "everbus::replay", %error, "the group of a replay could not be removed");
             }
         });
     }

@@ -14,7 +14,7 @@ use super::saved::Saved;
 use super::target::{Context, Target, positions, wanted};
 use super::whole::whole;
 
-/// Delivers the events to a group once more.
+/// Redelivers the events to a group.
 #[derive(Debug)]
 pub struct LiveGroup {
     group: GroupName,
@@ -99,8 +99,8 @@ impl LiveGroup {
             offered.retain(|record| !is_copy(record));
             report.skips.copies += (all - offered.len()) as u64;
         }
-        // Asked before the delivery: afterwards the group may have handled them again. No inbox knows a
-        // copy.
+        // The inbox is read before the delivery, because afterwards the group may have handled the events again. No
+        // inbox knows a copy.
         let absorbed = match &engine.inbox {
             Some(inbox) if self.absorbs && engine.redeliver.is_some() => {
                 inbox.handled(self.group.clone(), offered.clone()).await?

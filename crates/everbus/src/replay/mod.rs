@@ -257,11 +257,11 @@ impl Replay {
         self
     }
 
-    /// Delivers the events to a group once more, beside its normal work. The group gets them with fresh
-    /// attempts, without a staleness limit, and retries and dead-letters them as usual. These are left out
-    /// and counted as skipped: events that its patterns do not match, events that are still pending in the
-    /// group, events that were corrected for this group, and corrections for another group. The run ends
-    /// when all events wait for the group; idempotent handlers skip events that their inbox knows.
+    /// Redelivers the events to a group, beside its normal work. The group gets them with fresh attempts, without a
+    /// staleness limit, and retries and dead-letters them as usual. These are left out and counted as skipped: events
+    /// that its patterns do not match, events that are still pending in the group, events that were corrected for this
+    /// group, and corrections for another group. The run ends when all events wait for the group; idempotent handlers
+    /// skip events that their inbox knows.
     pub fn into_group(self, group: impl AsRef<str>) -> Run<LiveGroup> {
         let group = group.as_ref().parse::<GroupName>();
         self.given(|replay| replay.note(group).map(LiveGroup::new))

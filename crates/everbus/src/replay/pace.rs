@@ -54,7 +54,7 @@ impl Pace {
     pub(super) async fn begin(&mut self, count: usize, stop: &Stop) {
         if let Some(rate) = self.rate {
             stop.or(tokio::time::sleep_until(self.due)).await;
-            // Missed time is not made up for.
+            // Lost time is not recovered by a faster pace.
             let from = self.due.max(Instant::now() - Duration::from_millis(100));
             #[allow(clippy::cast_precision_loss, reason = "a few thousand")]
             let seconds = count as f64 / rate;

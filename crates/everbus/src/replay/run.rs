@@ -104,7 +104,7 @@ async fn go<T: Target>(
     Ok(report)
 }
 
-/// Brings batches to the target in smaller portions.
+/// Gives batches to the target in smaller portions.
 struct Steps<'a> {
     context: &'a Context,
     pace: Pace,

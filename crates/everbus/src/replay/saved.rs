@@ -95,7 +95,9 @@ impl Keeper {
                     saved.selection, saved.target
                 ),
             )
-            .hint("say the same as before to go on with it, forget it, or use another name"));
+            .hint(
+                "use the same selection and target to continue it, forget it, or use another name",
+            ));
         }
         Ok(Some(saved))
     }

@@ -141,15 +141,15 @@ impl BusOptions {
         {
             return Err(Error::new(
                 Code::InvalidSetting,
-                "the source has no or more than 255 bytes",
+                "the source is empty or has more than 255 bytes",
             ));
         }
         if self.worker_name.is_empty() || self.worker_name.len() > 255 {
             return Err(Error::new(
                 Code::InvalidSetting,
-                "the worker name has no or more than 255 bytes",
+                "the worker name is empty or has more than 255 bytes",
             )
-            .hint("leave it out for host/pid"));
+            .hint("leave it out to use host/pid"));
         }
         if self.shutdown_timeout > LONGEST {
             return Err(too_long("the shutdown timeout", self.shutdown_timeout));

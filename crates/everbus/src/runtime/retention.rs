@@ -3,9 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use everbus_core::{
-    Code, DeadLetterFilter, Maintenance, Pruned, PurgeBasis, RETENTION_DUTY, Result, Retention,
-};
+use everbus_core::{Code, Maintenance, Pruned, RETENTION_DUTY, Result, Retention};
 
 use crate::duty::{Duty, DutyState, LastRun, Taken, Turn};
 use crate::holds;
@@ -44,7 +42,7 @@ pub(crate) async fn prune_daily(shared: Arc<Shared>, retention: Retention) {
             ),
             Err(error) if error.code() == Code::EventBusShutdownError => return,
             Err(error) if error.code() == Code::Unsupported => {
-                tracing::debug!(target: "everbus::retention", %error, "this engine keeps everything");
+                tracing::debug!(target: "everbus::retention", %error, "this engine has no retention: it keeps everything");
                 return;
             }
             Err(error) => {
@@ -83,7 +81,7 @@ async fn once(shared: &Shared, retention: &Retention, owner: &str) -> Result<Opt
         loop {
             tokio::select! {
                 done = &mut work => break done,
-                // Fails if another bus has taken the duty, because this process stood still for too long.
+                // Fails if another bus has taken the duty, because this process was suspended for too long.
                 () = tokio::time::sleep(HOLD / 3) => turn.extend(HOLD, clock).await?,
             }
         }
@@ -139,11 +137,7 @@ async fn forget_own(shared: &Shared, retention: &Retention) -> Result<bool> {
     let (Some(letters), Some(age)) = (&engine.dead_letters, retention.dead_letters) else {
         return Ok(inbox);
     };
-    let before = shared.options.clock.now().minus(age);
-    let purged = letters
-        .purge(before, PurgeBasis::Died, DeadLetterFilter::default())
-        .await?;
-    let dead_letters = purged.dead_letters;
+    let dead_letters = letters.expire(shared.options.clock.now(), age).await?;
     if dead_letters > 0 {
         tracing::info!(target: "everbus::retention", dead_letters, "old dead letters were removed");
     }

@@ -98,7 +98,7 @@ impl Schema {
         };
         let what = format!("the payload does not match {}: {reasons}", self.name());
         Err(Error::new(Code::ValidationError, what)
-            .hint("mend the payload, or give what has changed a new version"))
+            .hint("correct the payload, or give the changed event a new version"))
     }
 }
 
@@ -113,7 +113,7 @@ fn invalid(name: &str, error: &ValidationError<'_>) -> Error {
         let reference = printable(&reference.to_string());
         let what = format!("the schema of {name} refers to what it does not contain: {reference}");
         return Error::new(Code::InvalidSchema, what)
-            .hint("put what is referred to into $defs; nothing is fetched");
+            .hint("put the referenced schemas into $defs; nothing is fetched");
     }
     let what = format!(
         "the schema of {name} is no JSON Schema: {}",

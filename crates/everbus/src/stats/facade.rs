@@ -1,7 +1,7 @@
 //! The names and labels of the numbers in the `metrics` crate.
 //!
-//! Names of other specifications are added here: a handle may stand for several series, and a meter need
-//! not know.
+//! Names of other specifications are added here: a handle may stand for several series, and the meter does not depend
+//! on their number.
 
 use std::sync::Arc;
 

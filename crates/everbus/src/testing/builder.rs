@@ -90,8 +90,7 @@ impl TestBusBuilder {
         self
     }
 
-    /// Runs on an open engine, for example one with planted faults. Give its clock with
-    /// [`clock`](Self::clock) too.
+    /// Runs on an open engine, for example one with injected faults. Give its clock with [`clock`](Self::clock) too.
     pub fn engine(mut self, engine: Engine) -> Self {
         self.on = On::Engine(Box::new(engine));
         self

@@ -16,11 +16,11 @@ use tokio::time::Instant;
 
 /// Wraps an engine so that every handled or skipped event is delivered once more, as after a lost ack.
 ///
-/// A delivery that the engine has settled is delivered again, unchanged, to the same consumer. The outcome
-/// of the copy is dropped: its settlement returns `Ok` and never reaches the engine. So a plain handler
-/// runs twice for every event, and one that is [`idempotent`](crate::Route::idempotent) or works [in a
-/// transaction](crate::sqlite::in_transaction) runs once. Events that are retried, dead-lettered or given
-/// back are not repeated, nor events that were settled after their consumer had closed.
+/// A delivery that the engine has settled is delivered again, unchanged, to the same consumer. The outcome of the copy
+/// is dropped: its settlement returns `Ok` and never reaches the engine. So a plain handler runs twice for every event,
+/// and one that is [`idempotent`](crate::Route::idempotent) or works [in a transaction](crate::sqlite::in_transaction)
+/// runs once. Events that are retried, dead-lettered or released are not repeated, nor events that were settled after
+/// their consumer had closed.
 ///
 /// [`TestBusBuilder::duplicate_deliveries`](super::TestBusBuilder::duplicate_deliveries) does this for a
 /// test bus.
@@ -91,7 +91,7 @@ struct Twice {
 #[derive(Default)]
 struct Copies {
     state: Mutex<State>,
-    /// A copy waits, or is done.
+    /// Notified when a copy begins to wait, or is done.
     changed: Notify,
 }
 
@@ -328,7 +328,7 @@ impl Settled for BothSettled {
     }
 }
 
-/// The answers for all settlements, in order, from those of the engine.
+/// Combines the answers of the engine with those for the copies, in the order of the settlements.
 fn interleave(of_copies: &[bool], answers: Vec<Result<()>>) -> Result<Vec<Result<()>>> {
     let mut answers = answers.into_iter();
     let all = of_copies

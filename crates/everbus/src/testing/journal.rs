@@ -21,7 +21,7 @@ const ALERTS: [&str; 2] = ["system.circuit_opened", "system.circuit_closed"];
 
 pub(super) struct Journal {
     seen: Mutex<Seen>,
-    /// Something happened.
+    /// Notified at every change.
     pub(super) changed: Notify,
     log: Arc<dyn Log>,
     everything: Vec<Pattern>,
@@ -39,7 +39,7 @@ struct Seen {
     consumers: BTreeMap<GroupName, usize>,
     handed: HashMap<Lease, Handed>,
     happened: HashMap<(Position, GroupName), Happened>,
-    /// Outcomes that the engine accepted, without those that only give back.
+    /// Outcomes that the engine accepted, releases excluded.
     outcomes: u64,
     /// Final outcomes.
     ended: u64,
@@ -179,7 +179,7 @@ impl Journal {
                     Verdict::Release { .. } => Fate::Waiting,
                 };
                 if matches!(verdict, Verdict::Release { .. }) {
-                    // Given back: this was no attempt.
+                    // Released: this was no attempt.
                     happened.attempts = happened.attempts.saturating_sub(1);
                 }
             }

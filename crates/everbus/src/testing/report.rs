@@ -32,8 +32,8 @@ pub struct Happened {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fate {
-    /// Not delivered to a handler yet, being handled, or given back without an attempt, for example because
-    /// of an open circuit breaker.
+    /// Not delivered to a handler yet, being handled, or released without an attempt, for example because of an open
+    /// circuit breaker.
     Waiting,
     /// All its handlers are done.
     Handled,

@@ -273,7 +273,7 @@ local function take_merged()
 end
 
 -- Takes new events in the order of their ids over all streams, since a key may have events in several streams. Of each
--- key only the first event is handed out. Returns whether there were more events than it could look at.
+-- key only the first event is handed out. Returns whether there were more events than it could examine.
 local function take_ordered()
   peek_all()
   local reads = 0

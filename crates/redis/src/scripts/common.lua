@@ -118,7 +118,7 @@ local function add(key, fields)
   return id
 end
 
--- How many entries a stream ever had, without those that were taken back; and the answer of XINFO STREAM.
+-- How many entries a stream ever had, except those that were removed again at once; and the answer of XINFO STREAM.
 local function total_of(key)
   local info = redis.pcall('XINFO', 'STREAM', key)
   if info.err then return 0, {} end
@@ -174,7 +174,7 @@ local function unread_of(g, key, mine)
   return unread
 end
 
--- Takes back an entry that was just added.
+-- Removes an entry that was just added, because a later step was refused.
 local function undo_add(key, id)
   redis.call('XDEL', key, id)
   redis.pcall('HINCRBY', P .. 'undone', key, 1)
@@ -329,8 +329,8 @@ local function finish_key(g, member, okey)
   promote(g, okey)
 end
 
--- Removes entries from the pending list of a group. If the key is no stream any more, it has no pending list, and that
--- is no error. Returns the error if the server refuses.
+-- Removes entries from the pending list of a group. If the key is no longer a stream, it has no pending list, and this
+-- is not an error. Returns the error if the server refuses.
 local function ack_entries(key, name, ids)
   local acked = redis.pcall('XACK', key, name, unpack(ids))
   if type(acked) == 'table' and not string.find(acked.err, 'WRONGTYPE', 1, true) then return acked.err end
@@ -349,7 +349,7 @@ local function finish(g, name, member, okey)
   finish_key(g, member, okey)
 end
 
--- Delivers an event to a group once more, after the group finished it or did not want it.
+-- Redelivers an event to a group that has finished it or did not want it.
 local function revive(g, name, member, ordered, fields)
   local id, key = of(member)
   join_stream(g, key, name, '$')

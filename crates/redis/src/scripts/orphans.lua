@@ -39,7 +39,7 @@ for _ = 1, num() do
   local id = first()
   local since = NOW
   local known = redis.call('HGET', ORPHANS, key)
-  -- If the group has read on since the last look, some process handles the type, and the time begins again.
+  -- If the group has read on since the last check, some process handles the type, and the time begins again.
   if known and id then
     local of_id, at_ms = string.match(known, '^(%S+) (%d+)$')
     if of_id == id then since = tonumber(at_ms) end

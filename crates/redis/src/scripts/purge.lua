@@ -1,7 +1,7 @@
--- Removes open dead letters, and their events if no other group needs them. Arguments: group, reason of a skip, number,
--- events, each with the groups that want it. Answers for each: 1 if the event was removed too, 0 if it was not, empty
--- if the letter is not open.
-local g, reason = arg(), arg()
+-- Removes open dead letters, and their events if no other group needs them. Arguments: group, reason of a skip, 1 if
+-- the events stay in any case, number, events, each with the groups that want it. Answers for each: 1 if the event was
+-- removed too, 0 if it was not, empty if the letter is not open.
+local g, reason, keep = arg(), arg(), arg() == '1'
 local answers = {}
 for i = 1, num() do
   local member = arg()
@@ -15,7 +15,7 @@ for i = 1, num() do
     local letter_id, dlq = of(letter)
     redis.call('XDEL', dlq, letter_id)
     redis.call('HDEL', P .. 'dead:' .. g, member)
-    local needed = false
+    local needed = keep
     for _, other in ipairs(redis.call('HKEYS', P .. 'groups')) do
       if redis.call('HEXISTS', P .. 'dead:' .. other, member) == 1 then needed = true end
     end

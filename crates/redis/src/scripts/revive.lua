@@ -1,4 +1,4 @@
--- Delivers events to a group once more. Arguments: group, its name, whether it is ordered, what (letter: retry open
+-- Redelivers events to a group. Arguments: group, its name, whether it is ordered, what (letter: retry open
 -- dead letters, event: deliver any event, ask: change nothing), time as text, number of events, events, each with
 -- whether the group wants it. Answers for each: queued, owed, gone (not in the stream any more), or none (no open dead
 -- letter).

@@ -1,4 +1,4 @@
--- Removes events from the beginning of a stream that every group has finished. Arguments: stream, the most
+-- Removes events that every group has finished, from the beginning of a stream. Arguments: stream, the most
 -- events that may stay (or -1), oldest time in ms that may stay (or -1), groups that must read the stream, groups of
 -- the engine that do not want it. An open dead letter has a copy of its event, so the event need not stay for it.
 local key, most, oldest = arg(), num(), num()

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use everbus_core::{Code, Durability, Error, Event, Settlement, Verdict};
 use everbus_redis::Options;
-use everbus_testkit::servers::{Flavour, Redis, RedisOptions};
+use everbus_testkit::servers::{Certificates, Flavour, Redis, RedisOptions};
 
-use crate::plain::{Plain, group, options, publish};
+use crate::plain::{Plain, group, handle, options, publish};
 use crate::server;
 
 async fn refused(url: &str, options: Options) -> Error {
@@ -106,6 +106,11 @@ async fn the_grade_follows_the_settings() {
             Durability::Memory,
             Some("appendonly yes"),
         ),
+        (
+            RedisOptions::default().set("no-appendfsync-on-rewrite", "yes"),
+            Durability::Process,
+            Some("no-appendfsync-on-rewrite no"),
+        ),
     ];
     for (options, durability, advice) in cases {
         let Some(server) = Redis::start(options) else {
@@ -135,6 +140,52 @@ async fn a_server_that_is_not_there_is_unavailable() {
     assert_eq!(error.code(), Code::Unavailable);
     let error = refused("redis://127.0.0.1:1/99999", Options::default()).await;
     assert_eq!(error.code(), Code::InvalidUrl);
+}
+
+// conformance: contract/redis-tls: rediss:// connects to a server whose certificate the named authority signed, and refuses one that it did not; the hint for a server without TLS says so
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_encrypted_connection_is_checked() {
+    let (Some(ours), Some(others)) = (Certificates::make(), Certificates::make()) else {
+        return;
+    };
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    drop(taken);
+    let text = |path: std::path::PathBuf| path.display().to_string();
+    let encrypted = RedisOptions::default()
+        .set("tls-port", &port.to_string())
+        .set("tls-cert-file", &text(ours.certificate()))
+        .set("tls-key-file", &text(ours.key()))
+        .set("tls-ca-cert-file", &text(ours.authority()))
+        .set("tls-auth-clients", "no");
+    let Some(server) = Redis::start(encrypted) else {
+        return;
+    };
+    let mut options = Options::default();
+    options.ca_file = Some(ours.authority());
+    let url = format!("rediss://127.0.0.1:{port}");
+    let engine = everbus_redis::open(&url, options.clone()).await.unwrap();
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    publish(&engine, "order.placed").await;
+    // The wake-up reads on a connection of its own.
+    assert_eq!(handle(&engine, "g", 1).await, ["order.placed"]);
+    engine.broker.close().await.unwrap();
+    // As `tls: FILE` in the configuration.
+    options.tls = true;
+    let plain = format!("redis://127.0.0.1:{port}");
+    let engine = everbus_redis::open(&plain, options.clone()).await.unwrap();
+    engine.broker.close().await.unwrap();
+    options.ca_file = Some(others.authority());
+    let error = refused(&url, options.clone()).await;
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+    assert!(error.to_string().contains("certificate"), "{error}");
+    assert!(error.hint_text().unwrap().contains("broker.tls"));
+    options.ca_file = Some(ours.authority());
+    let without = server.plain_url().replace("redis://", "rediss://");
+    let error = refused(&without, options).await;
+    assert_eq!(error.code(), Code::Unavailable, "{error}");
+    assert!(error.hint_text().unwrap().contains("with TLS"), "{error}");
 }
 
 // conformance: contract/redis-no-permission: a user without permission learns what it lacks

@@ -156,7 +156,7 @@ async fn a_restart_keeps_the_pending_list() {
     assert_eq!(info.held_back, None, "nothing was lost");
 }
 
-// conformance: contract/redis-stale-recovery: messages that another program read for the group and did not finish are taken over after the idle time, with their delivery counted
+// conformance: contract/redis-stale-recovery: messages that another program read for the group and did not finish are taken over after the idle time, with their delivery counted, and the event of a handler that takes longer is not
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_another_program_left_is_taken_over() {
@@ -167,12 +167,22 @@ async fn what_another_program_left_is_taken_over() {
     assert_eq!(options_.stale_after, Duration::from_secs(300));
     assert_eq!(options_.stale_count, 100);
     options_.stale_after = Duration::from_secs(1);
+    // One message in each step, so that several steps are needed.
+    options_.stale_count = 1;
     let engine = everbus_redis::open(&url, options_).await.unwrap();
     engine
         .broker
         .declare(group("shared", &["order.placed"]))
         .await
         .unwrap();
+    publish(&engine, "order.placed").await;
+    // A handler that works for longer than the idle time.
+    let long = options().lease(Duration::from_secs(3600));
+    let consumer = engine.broker.consume("shared".parse().unwrap(), long);
+    let mut consumer = consumer.await.unwrap();
+    let slow = fetch_one(&mut consumer).await;
+    consumer.pause().await.unwrap();
+    publish(&engine, "order.placed").await;
     publish(&engine, "order.placed").await;
     let plain = Plain::connect(&url).await;
     let read = [
@@ -186,16 +196,16 @@ async fn what_another_program_left_is_taken_over() {
     ];
     assert!(
         plain.text(&read).await.contains("eb"),
-        "another program has it"
+        "another program has them"
     );
-    let mut consumer = engine
-        .broker
-        .consume("shared".parse().unwrap(), options())
-        .await
-        .unwrap();
-    let delivery = fetch_one(&mut consumer).await;
-    assert_eq!(delivery.attempt, 2, "its delivery was an attempt");
-    ack(&engine, delivery).await;
+    consumer.resume(64).await.unwrap();
+    for _ in 0..2 {
+        let delivery = fetch_one(&mut consumer).await;
+        assert_ne!(delivery.record.position, slow.record.position);
+        assert_eq!(delivery.attempt, 2, "its delivery was an attempt");
+        ack(&engine, delivery).await;
+    }
+    ack(&engine, slow).await;
     assert!(
         plain
             .text(&["XPENDING", "order:placed", "shared"])
@@ -353,6 +363,60 @@ async fn a_failover_loses_what_the_replica_had_not_received() {
     );
     publish(&engine, "order.paid").await;
     assert_eq!(handle(&engine, "g", 1).await, ["order.paid"]);
+}
+
+// conformance: contract/redis-few-replicas: a server with fewer replicas than min-replicas-to-write refuses publishes and verdicts without storing anything, and the bus goes on once the replicas are back
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_with_too_few_replicas_is_waited_for() {
+    let Some(primary) = Redis::start(RedisOptions::default()) else {
+        return;
+    };
+    let engine = open(&primary.url()).await;
+    let weak = |engine: &Engine, setting: &str| {
+        let mut weaknesses = engine.weaknesses.iter();
+        weaknesses.any(|weakness| weakness.setting == setting)
+    };
+    assert!(weak(&engine, "replicas"));
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    publish(&engine, "order.placed").await;
+    // Longer than the publish that is refused again and again.
+    let long = options().lease(Duration::from_secs(3600));
+    let consumer = engine.broker.consume("g".parse().unwrap(), long);
+    let mut consumer = consumer.await.unwrap();
+    let held = fetch_one(&mut consumer).await;
+    primary.command("CONFIG SET min-replicas-to-write 1");
+    let done = Settlement::new(held.lease.clone(), Verdict::Ack);
+    let refused = match engine.broker.settle(vec![done]).await {
+        Ok(mut answers) => answers.remove(0).unwrap_err(),
+        Err(error) => error,
+    };
+    assert_eq!(refused.code(), Code::Unavailable, "{refused}");
+    assert!(refused.message().contains("min-replicas-to-write"));
+    let event = Event::builder("order.paid").build().unwrap();
+    let error = engine.broker.append(vec![event.clone()]).await.unwrap_err();
+    assert_eq!(
+        (error.code(), error.class()),
+        (Code::Unavailable, Class::Passing),
+        "it is known that nothing is stored: {error}"
+    );
+    let plain = Plain::connect(&primary.url()).await;
+    assert_eq!(plain.number(&["EXISTS", "order:paid"]).await, 0);
+    let options_ = RedisOptions::default().replica_of(primary.port());
+    let Some(replica) = Redis::start(options_) else {
+        return;
+    };
+    replica.wait_for_primary();
+    let mut answers = engine.broker.append(vec![event.clone()]).await.unwrap();
+    assert!(!answers.remove(0).unwrap().duplicate);
+    ack(&engine, held).await;
+    let paid = fetch_one(&mut consumer).await;
+    assert_eq!(paid.record.event.id(), event.id());
+    ack(&engine, paid).await;
+    let again = open(&primary.url()).await;
+    for setting in ["replicas", "min-replicas-to-write"] {
+        assert!(!weak(&again, setting), "{:?}", again.weaknesses);
+    }
 }
 
 // conformance: contract/redis-order-streams: in an ordered group the events of a key come in order, also from several streams and with a backlog

@@ -202,7 +202,7 @@ async fn a_letter_is_retried_after_its_event_was_trimmed() {
     assert_eq!(handle(&engine, "g", 1).await, ["order.placed"]);
 }
 
-// conformance: contract/redis-letters-age: on Redis alone a bus removes open dead letters after the age of its retention, by the clock of the server
+// conformance: contract/redis-letters-age: on Redis alone a bus removes open dead letters after the age of its retention, by the clock of the server, and keeps their events, also for a replay
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn old_letters_are_removed() {
@@ -240,5 +240,42 @@ async fn old_letters_are_removed() {
         letters.count(DeadLetterFilter::default()).await.unwrap() == 0
     })
     .await;
+    let plain = Plain::connect(&url).await;
+    assert_eq!(plain.number(&["XLEN", "dlq:order:placed"]).await, 0);
+    assert_eq!(plain.number(&["XLEN", "order:placed"]).await, 1);
+    let skips = plain.text(&["XRANGE", "everbus:skips", "-", "+"]).await;
+    assert!(skips.contains("its dead letter was kept for 1 millisecond"));
+    let later = group("later", &["order.*"]);
+    engine.broker.declare(later).await.unwrap();
+    assert_eq!(handle(&engine, "later", 1).await, ["order.placed"]);
     bus.shutdown().await.unwrap();
+}
+
+// conformance: contract/redis-letter-foreign: a purge removes the event of a dead letter, unless a group of another program has not finished it
+// needs: redis-server
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_purge_leaves_the_event_to_other_programs() {
+    let Some(url) = server::database(Flavour::Redis) else {
+        return;
+    };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    let plain = Plain::connect(&url).await;
+    for (event_type, key) in [
+        ("order.placed", "order:placed"),
+        ("order.paid", "order:paid"),
+    ] {
+        publish(&engine, event_type).await;
+        kill_one(&engine, "g", "it broke").await;
+        assert_eq!(plain.number(&["XLEN", key]).await, 1);
+    }
+    let create = ["XGROUP", "CREATE", "order:placed", "python", "0"];
+    plain.ask(&create).await.unwrap();
+    let letters = engine.dead_letters().unwrap();
+    let now = Timestamp::from_micros(i64::MAX / 2);
+    let purged = letters.purge(now, PurgeBasis::Died, DeadLetterFilter::default());
+    let purged = purged.await.unwrap();
+    assert_eq!((purged.dead_letters, purged.events), (2, 1));
+    assert_eq!(plain.number(&["XLEN", "order:placed"]).await, 1);
+    assert_eq!(plain.number(&["XLEN", "order:paid"]).await, 0);
 }

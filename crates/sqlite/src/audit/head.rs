@@ -1,6 +1,6 @@
 //! The head of the audit trail, kept in a file beside the database: `FILE.audit-head`.
 //!
-//! It records how far the chain had come, and up to where retention was allowed to shorten it. The file is
+//! It records the last known record of the chain, and up to which record retention may remove the chain. The file is
 //! replaced as a whole and only under a lock, since several processes share it.
 
 use std::ffi::OsString;
@@ -21,9 +21,9 @@ const LARGEST: u64 = 4096;
 /// Content of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Kept {
-    /// The chain had come at least this far.
+    /// The chain reached at least this record.
     pub(super) head: AuditHead,
-    /// Retention may have shortened the chain up to here. Written before retention does.
+    /// Retention may have removed the chain up to here. Written before retention removes anything.
     pub(super) anchor: AuditHead,
     /// The first record that was written while the head was kept.
     pub(super) since: u64,
@@ -123,7 +123,7 @@ impl HeadFile {
     }
 }
 
-/// Starts the head file of a trail that is about to get its first record, once in the life of a database.
+/// Creates the head file, once in the life of a database, before the trail gets its first record.
 pub(super) fn begin(database: &Path) {
     let begun = HeadFile::of(database).update(|found| {
         Ok(matches!(found, Found::Nothing).then_some(Kept {

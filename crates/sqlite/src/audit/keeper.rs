@@ -19,8 +19,7 @@ use crate::sql::Sql as _;
 pub(crate) struct Keeper {
     file: HeadFile,
     thread: Arc<Readers>,
-    /// Records that are not in the head file yet. The first task to get there stores the last of them for
-    /// all.
+    /// Records that are not in the head file yet. The first task that runs stores the last of them for all tasks.
     pending: Arc<Mutex<Vec<Link>>>,
 }
 
@@ -52,7 +51,7 @@ impl Keeper {
         })
     }
 
-    /// Records that retention shortens the chain up to here. Durable before retention does.
+    /// Records that retention removes the chain up to here. Durable before retention removes anything.
     pub(crate) fn allow(&self, anchor: AuditHead) -> BoxFuture<'static, Result<()>> {
         let file = self.file.clone();
         self.thread.query(move |reader| {
@@ -70,16 +69,16 @@ impl Keeper {
     }
 }
 
-/// The new content of the head file once the chain has come to `head`; `None` if nothing changes.
+/// The new content of the head file when the chain ends at `head`. `None` if nothing changes.
 fn next(conn: &Connection, found: Found, links: &[Link], head: AuditHead) -> Result<Option<Kept>> {
     let kept = match found {
         Found::Kept(kept) => kept,
         Found::Nothing | Found::Unreadable(_) => {
             let since = links.first().map_or(head.seq, |link| link.head.seq);
             if let Found::Unreadable(why) = found {
-                tracing::error!(target: "everbus::audit", why, "the head kept outside the file could not be read and was begun anew");
+                tracing::error!(target: "everbus::audit", why, "the head of the audit trail, kept outside the file, could not be read: a new one is started");
             } else if since > 1 {
-                tracing::warn!(target: "everbus::audit", since, "no head was kept outside the file; it is from now on");
+                tracing::warn!(target: "everbus::audit", since, "no head of the audit trail was kept outside the file: a new one is started");
             }
             return Ok(Some(Kept {
                 head,
@@ -89,7 +88,7 @@ fn next(conn: &Connection, found: Found, links: &[Link], head: AuditHead) -> Res
         }
     };
     if kept.head.seq > head.seq {
-        // Another process was faster. If not, the chain was shortened, and verification must see that.
+        // Another process has written a later head. Otherwise the chain was shortened, and verification must report it.
         return Ok(None);
     }
     let known = links

@@ -133,7 +133,7 @@ fn record_audit(tx: &mut Tx, entry: &AuditEntry) -> Result<Link> {
         // Within the transaction, so that no record can exist before the head file.
         head::begin(&tx.path);
     }
-    // Times never fall, so a time is a place in the trail.
+    // Times never decrease along the trail, so a time corresponds to a place in it.
     let at = Timestamp::from_micros(tx.now().max(last_at));
     let details = entry.details_text();
     let content = entry.content(seq, at, details.as_deref());

@@ -36,7 +36,7 @@ pub(super) fn page(conn: &Connection, query: &AuditQuery) -> Result<AuditPage> {
 /// The statement of a query with its values, or nothing if no record can match.
 fn statement(conn: &Connection, query: &AuditQuery) -> Result<Option<(String, Vec<Value>)>> {
     let (mut low, mut high) = (i64::MIN, i64::MAX);
-    // The time never falls as the number rises, so a time corresponds to a number.
+    // Times never decrease along the trail, so a time corresponds to a number.
     if let Some(since) = query.since {
         match at_or_after(conn, since)? {
             Some(first) => low = first,

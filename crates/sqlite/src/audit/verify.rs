@@ -1,7 +1,7 @@
-//! Verification of the audit trail: every record against the one before it, both ends against the head file,
-//! and the triggers that keep honest programs from changing the trail.
+//! Verification of the audit trail: every record against the one before it, both ends against the head file, and the
+//! triggers that protect the trail against mistakes of other programs.
 //!
-//! The trail is read in short transactions, so that it may be long and the bus can go on meanwhile.
+//! The trail may be long, so it is read in short transactions, and the bus continues meanwhile.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -88,7 +88,7 @@ fn notes(found: &Found, head: AuditHead, known: Option<AuditHead>) -> Vec<String
     vec![note]
 }
 
-/// Moves a head that a crash left behind to the end of the chain, which has just been verified.
+/// Moves the head to the end of the chain, which has just been verified, if a crash kept the head from moving.
 fn mend(file: &HeadFile, found: &Found, head: AuditHead) -> Option<u64> {
     let before = *found.kept().filter(|kept| kept.head.seq < head.seq)?;
     let mut moved = false;
@@ -99,7 +99,7 @@ fn mend(file: &HeadFile, found: &Found, head: AuditHead) -> Option<u64> {
     (updated.is_ok() && moved).then(|| head.seq - before.head.seq)
 }
 
-/// Why a walk ended early.
+/// Why a verification ended early.
 enum Broken {
     Chain(AuditBreak),
     Reading(Error),
@@ -124,7 +124,7 @@ struct Point {
     whose: &'static str,
 }
 
-/// A walk along the chain.
+/// A verification under way.
 struct Walk {
     /// Known hashes to compare with, in the order of the chain.
     points: Vec<Point>,

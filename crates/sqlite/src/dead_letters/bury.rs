@@ -40,8 +40,8 @@ pub(crate) fn write_dead_letter(
     Ok(())
 }
 
-/// Dead-letters a damaged event for a group, with a text that says what is damaged. The row stays as it
-/// is, no handler sees it, and the group goes on.
+/// Dead-letters a damaged event for a group, with a text that says what is damaged. The row stays as it is, no handler
+/// sees it, and the group continues.
 pub(crate) fn bury_damaged(
     tx: &mut Tx,
     group: i64,
@@ -133,7 +133,7 @@ fn tell(tx: &mut Tx, group: i64, record: &Recorded, death: &Death) -> Result<()>
     let now = tx.clock.now();
     let mut appender = Appender::new(&tx.conn, &tx.log, now)?;
     match appender.batch(&mut tx.log, vec![notice]) {
-        // Already reported at the same time with another text: once is enough.
+        // A report with another text exists for the same time. One report is enough.
         Err(e) if e.code() == Code::IdReused => Ok(()),
         told => told.map(drop),
     }

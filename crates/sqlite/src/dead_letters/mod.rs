@@ -30,7 +30,7 @@ use crate::sql::Sql as _;
 use crate::streams::skip_ahead;
 use crate::tx::Tx;
 
-/// Rows changed in one transaction, so that other commands get their turn.
+/// Rows changed in one transaction: few enough that other commands hardly wait.
 const STEP: usize = 500;
 /// A retry writes more per row.
 const RETRY_STEP: usize = 100;
@@ -137,7 +137,7 @@ impl DeadLetters for SqliteEngine {
                     .job(move |writer| retry_step(&mut writer.tx, &filter, after, step))
                     .await?;
                 total += done.len();
-                // Forwards only: an event that fails again during this retry is not retried again.
+                // Goes forward only: an event that fails again during this retry is not retried again.
                 match done.last() {
                     Some(last) if done.len() == step && total < limit => after = *last,
                     _ => return Ok(total as u64),
@@ -235,7 +235,7 @@ impl Condition {
             );
         }
         if let Some(since) = since {
-            // The time never falls as the position rises, so a time is a position.
+            // Times never decrease along the log, so a time corresponds to a position.
             let before = position_before(conn, *since)?;
             condition.and("d.seq > ?", Value::Integer(to_sql(before)));
         }
@@ -286,7 +286,7 @@ impl Condition {
     }
 }
 
-/// The place of the last event received at or before a time.
+/// The position of the last event received at or before a time.
 fn last_received_by(conn: &Connection, at: Timestamp) -> Result<u64> {
     position_before(conn, Timestamp::from_micros(micros(at).saturating_add(1)))
 }

@@ -53,7 +53,7 @@ pub(crate) fn replace(
     };
     let type_id = tx.log.intern_type(&tx.conn, &event_type)?;
     if !tx.groups.known(group)?.wants(type_id, &event_type) {
-        // The group has other patterns by now and would skip the event, so it gets a row.
+        // The group's current patterns do not match the event, and the group would skip it. So the event gets a row.
         insert_waiting(tx, group, appended.position.place(), 0, now, &[])?;
     }
     tx.conn.run(

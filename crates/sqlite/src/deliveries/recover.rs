@@ -93,7 +93,7 @@ impl Leases {
         Ok(())
     }
 
-    /// Puts deliveries that no handler has seen back to waiting, without counting an attempt.
+    /// Releases deliveries that no handler has seen, without counting an attempt.
     pub(crate) fn give_back(&mut self, tx: &mut Tx, group: i64, unseen: &[Delivery]) -> Result<()> {
         let now = tx.now();
         for delivery in unseen {
@@ -137,7 +137,7 @@ impl Leases {
             .cloned()
             .collect();
         for (owner, lock) in &dead {
-            tracing::info!(target: "everbus::recovery", owner, "taking over from a process that died");
+            tracing::info!(target: "everbus::recovery", owner, "taking over the deliveries of a process that died");
             self.inherit(tx, *owner)?;
             self.other_owners.retain(|(id, _)| id != owner);
             bury(&tx.path, lock);
@@ -220,7 +220,8 @@ impl Leases {
     }
 }
 
-/// Loads the groups again after this process took over deliveries, and lets waiting events of free keys go.
+/// Loads the groups again after this process took over deliveries, and releases the waiting events of keys that have
+/// none in flight.
 pub(crate) fn after_crashes(tx: &mut Tx) -> Result<()> {
     reread_groups(tx)?;
     let ids: Vec<i64> = tx.groups.keys().copied().collect();

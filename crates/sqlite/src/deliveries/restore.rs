@@ -32,7 +32,7 @@ impl Deliveries {
         self.leases.touched.clear();
         tx.noted.clear();
         let owner = self.owner_in_file(tx)?;
-        // Everything that can fail comes first, so that a second try is possible.
+        // Everything that can fail comes first, so that the call can be repeated.
         let (log, mut groups) = (LogEnd::load(&tx.conn)?, Groups::load(&tx.conn)?);
         let leases = leases_in_file(tx, owner)?;
         self.leases.owner = owner;
@@ -67,7 +67,7 @@ impl Deliveries {
         let undo = std::mem::take(&mut self.leases.undo);
         let mut claims = std::mem::take(&mut self.leases.claims);
         let mut held = std::mem::take(&mut self.leases.held);
-        // Undone backwards, so that the oldest value, which the file has, comes last and stays.
+        // Undone in reverse order, so that the oldest value, which is the one in the file, is restored last.
         claims.extend(undo.claims.into_iter().rev());
         held.extend(undo.held.into_iter().rev());
         for (id, seq, before) in undo.extended.into_iter().rev() {

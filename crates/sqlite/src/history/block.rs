@@ -117,7 +117,7 @@ fn read(rest: &mut &[u8]) -> Result<u64> {
 
 pub(crate) fn damaged() -> Error {
     Error::of_file(Code::Corrupt, "a block of the history's index is damaged")
-        .hint("`everbus check` says more; a backup made before has it whole")
+        .hint("`everbus check` shows the damage; an earlier backup has the block intact")
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use super::runs::Run;
 use crate::errors::from_sqlite;
 use crate::rows::{seq_from, to_sql};
 
-/// Some blocks of a run, from a place on.
+/// Some blocks of a run, from a posting on.
 pub(crate) const FROM: &str = "SELECT scope, seq, block FROM history_blocks
                                WHERE run = ?1 AND (scope, seq) > (?2, ?3) ORDER BY scope, seq LIMIT 8";
 
@@ -77,7 +77,7 @@ impl Merge {
         Some(Self::into(runs, output, None, block))
     }
 
-    /// Rewrites a run with the events that are left.
+    /// Rewrites a run with the events that still exist.
     pub(crate) fn again(run: &Run, left: u64, alive: Alive, block: usize) -> Self {
         let output = Run {
             id: 0,

@@ -35,10 +35,10 @@ pub(crate) use runs::forget_history;
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct HistoryTuning {
-    /// How many events a run has at first: about as many, at most, a query reads in the log.
+    /// How many events a new run has. A query reads at most about this many events in the log.
     pub run: u64,
-    /// How many runs of a level become one of the next: more mean fewer writes, and more runs that a
-    /// query looks into.
+    /// How many runs of a level are merged into one run of the next level. A larger number means fewer writes, and more
+    /// runs that a query must search.
     pub fan: usize,
     /// How many bytes a block has at most. Two of the default size fill a page.
     pub block: usize,
@@ -76,7 +76,7 @@ impl History for SqliteEngine {
     }
 }
 
-/// Searches step by step; between two of them other queries get their turn.
+/// Searches in steps. Other queries can run between two steps.
 async fn finish(handle: &Handle, mut search: Search) -> Result<Search> {
     loop {
         search = handle

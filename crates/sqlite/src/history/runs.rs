@@ -18,7 +18,7 @@ use crate::writer::Writer;
 /// Blocks written or swept in one transaction: few enough that a publish hardly waits.
 pub(crate) const BATCH: usize = 96;
 
-/// How long a process stays the one that writes runs, from its last change on.
+/// How long the lease of the process that writes runs lasts after its last change.
 pub(crate) const LEASE_MICROS: i64 = 2_000_000;
 
 const WRITING: i64 = 0;
@@ -58,7 +58,7 @@ pub(crate) fn to_sweep(conn: &Connection, writing: &[i64]) -> Result<bool> {
     Ok(runs.iter().any(|run| !writing.contains(run)))
 }
 
-/// For how many more microseconds another process holds the lease, if one does.
+/// How many more microseconds another process holds the lease. `None` if no other process holds it.
 pub(crate) fn held(conn: &Connection, holder: i64) -> Result<Option<i64>> {
     let doing = "reading the lease of the history's index";
     let sql = "SELECT holder, until FROM history_indexer";
@@ -103,9 +103,9 @@ pub(crate) enum Applied {
     Done(i64),
     /// Another process holds the lease, for up to this many microseconds.
     Held(i64),
-    /// The file has changed since the change was planned: look again.
+    /// The file has changed since the change was planned: plan it again.
     Stale,
-    /// It failed; the rest of the transaction did not.
+    /// The change failed, and the rest of the transaction did not.
     Failed(Error),
 }
 
@@ -151,7 +151,7 @@ fn within(
     };
     let undo = !matches!(applied, Ok(Applied::Done(_)));
     if undo {
-        // A full disk may end the whole transaction; then there is no savepoint to go back to.
+        // A full disk may end the whole transaction. In that case the savepoint no longer exists.
         if let Err(error) = &applied
             && (is_fatal(error) || conn.is_autocommit())
         {
@@ -234,7 +234,7 @@ fn sweep(conn: &Connection, writing: &[i64]) -> Result<Applied> {
     let runs: Vec<i64> = conn.all(doing, sql, [])?;
     let mut swept = 0;
     for run in runs.into_iter().filter(|run| !writing.contains(run)) {
-        // A process that began a run and was held up must not continue with what is left of it.
+        // The process that began the run may have been suspended. It must not continue with the rest of the run.
         conn.run(doing, RETIRE, (run, GONE, WRITING))?;
         let left = BATCH - swept;
         let sql = "DELETE FROM history_blocks WHERE id IN

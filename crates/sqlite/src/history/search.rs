@@ -1,8 +1,8 @@
 //! Searches the events of a query, in steps that each see one snapshot of the file.
 //!
-//! Inside a run the positions come from its postings. After the last run, and where no index helps, the log
-//! is read. Every event is compared with the query, so entries of removed events and equal hashes do no harm.
-//! Positions never change, so the steps fit together whatever is written between them.
+//! Inside a run the positions come from its postings. After the last run, and where no index helps, the log is read.
+//! Every event is compared with the query, so entries of removed events and equal hashes are harmless. Positions never
+//! change, so writes between two steps do not affect the result.
 
 use std::sync::Arc;
 
@@ -92,7 +92,7 @@ impl Search {
         }
     }
 
-    /// Whether there is nothing left to do.
+    /// Whether the search is complete.
     pub(crate) fn is_done(&self) -> bool {
         self.begun && (self.left.is_none() || self.is_enough())
     }
@@ -126,7 +126,7 @@ impl Search {
         }
     }
 
-    /// Searches a bounded distance further.
+    /// Searches the next part of the log, of bounded size.
     pub(crate) fn step(&mut self, reader: &mut Reader) -> Result<()> {
         if !self.begun {
             self.begun = true;
@@ -149,7 +149,7 @@ impl Search {
             Order::Newest if upto > covered => {
                 let tail = (after.max(covered), upto);
                 self.scan(conn, types, tail)?;
-                // In the common case the rest is short and needs no new snapshot.
+                // Usually the rest is short, and this snapshot is enough.
                 if self.left.is_some_and(|(_, upto)| upto <= covered) {
                     self.follow_some(conn, types, &runs)?;
                 }

@@ -1,5 +1,4 @@
-//! Rejected rows of the outbox: each failure is stored with the row, and the last one moves them to a dead
-//! letter.
+//! Rejected rows of the outbox: each failure is stored with its row, and the last failure makes the row a dead letter.
 //!
 //! A row that was given up has no time of sending. A row that was sent, and whose event a group dead-lettered
 //! later, has one.
@@ -26,7 +25,7 @@ pub(super) fn close(conn: &Connection, rows: &[&OutboxRow], now: Timestamp) -> R
     Ok(())
 }
 
-/// By the event or by the row: an unreadable row may have become another event when it was corrected.
+/// Selects by the event or by the row, because an unreadable row may have become another event when it was corrected.
 pub(super) const CLOSE: &str = "UPDATE outbox_dead_letters SET retried_at = ?3
                                 WHERE (event = ?1 OR row = ?2) AND retried_at IS NULL";
 

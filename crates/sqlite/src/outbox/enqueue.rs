@@ -50,7 +50,7 @@ fn taken(event: &Event, cause: rusqlite::Error) -> Error {
     Error::new(
         Code::IdReused,
         format!(
-            "event {} waits in the outbox with another body",
+            "the event {} waits in the outbox with another body",
             event.display_id()
         ),
     )

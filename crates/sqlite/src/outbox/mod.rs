@@ -5,8 +5,8 @@
 //!        └─ your tables                  └─ sent | failed, with a dead letter
 //! ```
 //!
-//! The tables are in every file of Everbus, and in any other database after
-//! [`Outbox::create_tables`]. [`Outbox::open`] gives what a relay takes the rows from.
+//! The tables are in every file of Everbus, and in any other database after [`Outbox::create_tables`]. [`Outbox::open`]
+//! returns the source from which a relay takes the rows.
 
 mod dead;
 mod enqueue;

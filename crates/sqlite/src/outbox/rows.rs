@@ -18,8 +18,7 @@ use crate::sql::Sql as _;
 /// At most this many bytes of payload are in memory at a time.
 const MAX_BYTES: usize = 8 << 20;
 
-/// The longest that a row may wait. A longer wait was written before the clock was set back, and counts as
-/// over.
+/// The longest that a row may wait. A longer wait was written before the clock was set back, and counts as ended.
 fn horizon(now: i64) -> i64 {
     let longest = (1..OUTBOX_ATTEMPTS).filter_map(outbox_delay).max();
     let longest = longest.map_or(0, |d| i64::try_from(d.as_micros()).unwrap_or(i64::MAX));
@@ -40,8 +39,8 @@ pub(super) fn holder(conn: &Connection, now: Timestamp) -> Result<Option<(String
     Ok(held.map(|(holder, token, _)| (holder, token)))
 }
 
-/// Splits a stored holder, `everbus (process 7, 1f) [0198…]`, into its name and its lock. Other processes see
-/// by the lock that the holder's process lives.
+/// Splits a stored holder, `everbus (process 7, 1f) [0198…]`, into its name and its lock. The lock shows other
+/// processes that the holder's process is alive.
 pub(super) fn parts(holder: &str) -> (&str, Option<&str>) {
     let parts = holder.strip_suffix(']').and_then(|it| it.rsplit_once(" ["));
     parts.map_or((holder, None), |(who, lock)| (who, Some(lock)))

@@ -29,7 +29,7 @@ const REST: Duration = Duration::from_millis(100);
 const FIRST_LOOK: Duration = Duration::from_millis(1);
 /// Time for one round of removing old rows.
 const FORGETTING: Duration = Duration::from_millis(50);
-/// Rows that one transaction of it removes, and the pause after it, in which other programs can write.
+/// Rows that one transaction of such a round removes, and the pause after it, in which other programs can write.
 const FORGET_ROWS: usize = 32;
 const FORGET_PAUSE: Duration = Duration::from_millis(1);
 
@@ -74,13 +74,13 @@ pub(super) trait Access: Send + Sync + 'static {
 /// The outbox of a database.
 pub(super) struct Source<A> {
     access: A,
-    /// `data_version` when rows were last looked for.
+    /// `data_version` when rows were last searched.
     seen: Arc<AtomicI64>,
     /// The number of enqueues at that time.
     known: AtomicU64,
     jumped: Arc<Notify>,
-    /// Held from the first lease on: other processes see by it that this process lives. `None` where no lock
-    /// can be created; then they wait until the lease ends.
+    /// A lock that is held from the first lease on. It shows other processes that this process is alive. `None` if no
+    /// lock can be created; other processes then wait until the lease ends.
     alive: OnceLock<Option<OwnerLock>>,
 }
 
@@ -180,7 +180,7 @@ impl<A: Access> OutboxSource for Source<A> {
                     .hint("a lease lasts up to a minute, and is renewed while the relay runs"));
             }
             let (now, holder) = (self.access.clock().now(), self.alive(holder));
-            // Reading takes no lock of the database: a standby relay disturbs no other.
+            // Reading takes no lock of the database, so a relay in standby does not slow down other programs.
             let held = self
                 .access
                 .read(move |conn| rows::holder(conn, now))
@@ -236,7 +236,7 @@ impl<A: Access> OutboxSource for Source<A> {
                         Code::LeaseLost,
                         "another relay has the lease of this outbox",
                     )
-                    .hint("what was published and not marked is published again, and its id absorbs it"));
+                    .hint("rows that were published and not marked are published again, and the broker recognises their ids"));
                 }
             }
             Ok(())
@@ -304,7 +304,7 @@ impl<A: Access> OutboxSource for Source<A> {
                         rows::failed_rows(conn, ids, after, STEP)
                     })
                     .await?;
-                // Forwards only: a row that fails again during this retry is not retried again.
+                // Goes forward only: a row that fails again during this retry is not retried again.
                 let Some((last, _)) = found.last() else {
                     break;
                 };

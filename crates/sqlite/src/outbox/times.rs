@@ -10,7 +10,7 @@ pub(super) fn read(conn: &Connection, text: &str) -> Result<Timestamp> {
     if let Ok(at) = text.parse() {
         return Ok(at);
     }
-    // `now` cannot be a stored time: it means another one whenever it is read.
+    // `now` cannot be a stored time, because its value changes with every read.
     let micros: Option<f64> = if text.trim().eq_ignore_ascii_case("now") {
         None
     } else {

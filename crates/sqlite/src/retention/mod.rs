@@ -1,5 +1,4 @@
-//! Retention: removes events that are old and that no group needs, in steps so small that publishers hardly
-//! notice.
+//! Retention: removes events that are old and that no group needs, in small steps, so that publishers hardly wait.
 //!
 //! A reader finds the events, in short snapshots and in one pass over the log. The writer then removes
 //! ranges, after it has checked again that no group needs an event in them (rule 7). Rows with an age of their own
@@ -31,15 +30,15 @@ use needed::owed;
 use plan::Plan;
 use remove::remove_rows;
 
-/// How long one transaction of retention works: about as long as a commit takes, so that a waiting publish
-/// hardly notices. The piece of work that is under way when the time is over is finished.
+/// How long one transaction of retention works: about as long as a commit takes, so that a waiting publish hardly
+/// notices. The piece of work that is running when the time ends is finished.
 const SLICE: Duration = Duration::from_micros(300);
-/// Events that one transaction looks at, at most.
+/// The most events that one transaction examines.
 const EVENTS: usize = 1024;
-/// Free pages given back in one step at most.
+/// The most free pages that one step returns to the file system.
 const PAGES: u64 = 1024;
-/// The pause between two steps of giving space back while other commands write to the file. At this rate the
-/// steps do not show in the slowest hundredth of the commits.
+/// The pause between two steps that return space, while other commands write to the file. At this rate the steps do not
+/// show in the slowest hundredth of the commits.
 const SPACE_PAUSE: Duration = Duration::from_millis(200);
 
 /// Called with the progress of a run.
@@ -78,7 +77,7 @@ impl SqliteEngine {
             .job(|writer| sweep_ephemeral(&mut writer.tx, &mut writer.deliveries.leases))
             .await?;
         run.dead_letters().await?;
-        // Before the events: a stage that is too old counts as one, whether its event goes or not.
+        // Before the events, so that a stage that is too old is counted even if its event is removed in the same run.
         run.stages().await?;
         run.events().await?;
         run.outbox().await?;
@@ -147,7 +146,7 @@ impl<'e> Run<'e> {
         }
     }
 
-    /// Repeats a step until nothing is left. It returns what it removed, and where the next one goes on.
+    /// Repeats a step until nothing is left. Each step returns what it removed, and where the next step continues.
     async fn repeat<C: Send + 'static>(
         &mut self,
         durable: bool,
@@ -185,7 +184,7 @@ impl<'e> Run<'e> {
         .await
     }
 
-    /// Removes events that have expired, are too old or too many.
+    /// Removes events that have expired, are too old, or exceed the maximum number.
     async fn events(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
         let (retention, now) = (self.retention.clone(), self.now);
@@ -264,10 +263,10 @@ impl<'e> Run<'e> {
         .await
     }
 
-    /// Gives the pages that are free now back to the file system.
+    /// Returns the pages that are free now to the file system.
     ///
-    /// A page must be moved before it can be given back, so this costs publishers more than removing an
-    /// event. New events fill the free pages anyway, so there is no hurry while other commands write.
+    /// A page must be moved before it can be returned, so this costs publishers more than removing an event. New events
+    /// fill the free pages anyway, so there is no hurry while other commands write.
     async fn space(&mut self) -> Result<()> {
         let handle = &self.engine.handle;
         let (page, mut left) = handle.lazy_job(|writer| others::free(&writer.tx)).await?;

@@ -1,7 +1,8 @@
-//! Removing rows with their own age limit: dead letters, payload stages, sent rows of the outbox. And giving space
-//! back.
+//! Removing rows with their own age limit: dead letters, payload stages, sent rows of the outbox. And returning free
+//! space.
 //!
-//! Each step removes a few rows on the writer; those that may be heavy, one by one until its time is over.
+//! Each step removes a few rows on the writer. Rows that may be large are removed one by one until the time of the step
+//! ends.
 
 use everbus_core::{Pruned, Result, Timestamp};
 use rusqlite::params;
@@ -18,7 +19,7 @@ const STEP: usize = 64;
 /// Rows of the outbox that one step removes.
 const OUTBOX_ROWS: usize = 16;
 
-/// Where the next step goes on: the time of death, position and group of a dead letter.
+/// Where the next step continues: the time of death, position and group of a dead letter.
 pub(crate) type DeadKey = (i64, i64, i64);
 
 /// Dead letters that are not being retried.
@@ -130,7 +131,7 @@ pub(crate) fn free(tx: &Tx) -> Result<(u64, u64)> {
     Ok((pragma(tx, "page_size")?, pragma(tx, "freelist_count")?))
 }
 
-/// Gives some free pages back to the file system. Returns how many.
+/// Returns some free pages to the file system, and their number.
 pub(crate) fn shrink(tx: &Tx, pages: u64, slice: &Slice) -> Result<u64> {
     let doing = |e| from_sqlite("giving space back", e);
     let before = pragma(tx, "page_count")?;

@@ -1,7 +1,7 @@
 //! Finds the events that are over the limits, in short snapshots on a reader.
 //!
-//! Times never fall as positions rise, so an age limit is a position: events of a type at or below its limit
-//! are too old. A run passes over the log once and reads only its first columns. Events that have expired may be
+//! Times never decrease along the log, so an age limit corresponds to a position: events of a type at or below its
+//! limit are too old. A run passes over the log once and reads only its first columns. Events that have expired may be
 //! anywhere; they come first.
 
 use std::collections::HashMap;
@@ -14,10 +14,10 @@ use crate::readers::Reader;
 use crate::rows::{micros, seq_from, to_sql};
 use crate::sql::Sql as _;
 
-/// Rows looked at in one snapshot.
+/// Rows examined in one snapshot.
 const LOOK: u64 = 10_000;
 
-/// An event that was looked at.
+/// An event that was examined.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
     pub(crate) seq: u64,
@@ -30,7 +30,7 @@ pub(crate) struct Row {
     pub(crate) goes: bool,
 }
 
-/// Which events a run removes, and how far it has looked.
+/// Which events a run removes, and how far it has searched.
 pub(crate) struct Plan {
     /// By type: events up to this position are too old.
     limits: HashMap<i64, u64>,
@@ -39,10 +39,10 @@ pub(crate) struct Plan {
     /// No event after this position is over a limit of age or length.
     upto: u64,
     searched: u64,
-    /// Events that have expired, in order, and how many of them were looked at.
+    /// Events that have expired, in order, and how many of them were examined.
     expired: Vec<u64>,
     taken: usize,
-    /// Events of the last look that are over the limits and must stay.
+    /// Events of the last search that are over the limits and must stay.
     pub(crate) kept: u64,
     dead_before: Option<i64>,
 }
@@ -94,7 +94,7 @@ impl Plan {
         self.taken >= self.expired.len() && self.searched >= self.upto
     }
 
-    /// Looks a bounded distance further: first at expired events, then along the log. Returns the events there.
+    /// Searches the next part, of bounded size: first the expired events, then the log. Returns the events found.
     pub(crate) fn look(mut self, reader: &Reader, owed: &Owed) -> Result<(Self, Vec<Row>)> {
         let expired = self.expired.get(self.taken).copied();
         let (lo, hi) = match expired {
@@ -111,7 +111,7 @@ impl Plan {
             self.searched = full.map_or(self.upto, |last| last.seq);
         }
         for row in &mut rows {
-            // Expired events were looked at first.
+            // Expired events were examined before.
             row.goes = match self.expired.binary_search(&row.seq) {
                 Ok(_) => expired.is_some(),
                 Err(_) => {

@@ -16,8 +16,8 @@ use crate::tx::Tx;
 const EVENTS: usize = 64;
 const BYTES: u64 = 128 * 1024;
 
-/// Removes these events, except those that a group has come to need since, until the time is over. Returns what
-/// was done, and how many rows were handled.
+/// Removes these events until the time of the step ends, except events that a group needs now. Returns what was done,
+/// and how many rows were handled.
 pub(crate) fn remove_rows(
     tx: &mut Tx,
     leases: &Leases,
@@ -47,7 +47,7 @@ pub(crate) fn remove_rows(
     Ok((done, seen))
 }
 
-/// The first events, at least one and not too heavy together.
+/// The first events: at least one, and not more than the limits of one piece.
 fn piece(rows: &[Row]) -> Option<&[Row]> {
     let mut bytes = rows.first()?.bytes;
     let fits = |row: &&Row| {

@@ -1,4 +1,4 @@
-//! Steps of retention are cut when their time is over, whatever their weight.
+//! A step of retention ends when its time is over, also if its rows are large.
 
 use std::time::Duration;
 

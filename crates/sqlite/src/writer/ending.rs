@@ -9,8 +9,8 @@ use everbus_core::Error;
 use super::Writer;
 
 impl Writer {
-    /// Ends the writer: gives back deliveries that were not fetched, stores the cursors, frees the owner
-    /// lock. In an orderly end, deliveries that were fetched but not settled are given back too.
+    /// Ends the writer: releases deliveries that were not fetched, stores the cursors, frees the owner lock. In an
+    /// orderly end, also releases deliveries that were fetched and not settled.
     pub(super) fn finish(&mut self, orderly: bool) {
         let ids: Vec<u64> = self.deliveries.consumers.sessions.keys().copied().collect();
         let mailboxes: Vec<_> = self
@@ -20,7 +20,7 @@ impl Writer {
             .values()
             .map(|s| s.mailbox.clone())
             .collect();
-        // If there is nothing to write, a file locked by another process is not waited for.
+        // If there is nothing to write, does not wait for a file that another process has locked.
         let nothing_to_write = ids.is_empty()
             && self.deliveries.leases.owner_lock.is_none()
             && !has_unwritten_cursors(&self.tx);
@@ -108,7 +108,7 @@ mod tests {
         };
         let handle = crate::handle::start(&dir.path().join("a.db"), options).unwrap();
         let engine = SqliteEngine { handle };
-        // The writer is held while it is in the failed state, so that its next good round does not hide the
+        // The writer is blocked while it is in the failed state, so that its next successful round does not hide the
         // failure.
         let (go, wait) = std::sync::mpsc::channel::<()>();
         let held = engine.handle.job(move |writer| {

@@ -4,7 +4,7 @@
 //! Without commands it wakes up for work that is due: retries, leases that expire, owners that died, commits
 //! of other processes.
 //!
-//! The writer is the orchestration of parts:
+//! The writer consists of these parts:
 //!
 //! | part | what it is |
 //! |---|---|
@@ -366,7 +366,7 @@ impl Writer {
         flush_cursors(&mut self.tx)
     }
 
-    /// The transaction was rolled back: memory follows.
+    /// After a rollback: sets the state in memory back to that of the file.
     fn undo_changes(&mut self) -> Result<()> {
         self.must_reload = true;
         self.deliveries.undo_changes(&mut self.tx)?;

@@ -149,7 +149,7 @@ impl Writer {
             }
             Err(error) if is_fatal(&error) => Err(error),
             Err(error) => {
-                // If this fails, the next transaction begins with it.
+                // If this fails, the next transaction repeats it first.
                 let _ = self.undo_changes();
                 Ok(Err(if is_constraint(&error) {
                     failed_at_commit(error)
@@ -174,7 +174,7 @@ impl Writer {
             }
         }
         if !again.is_empty() {
-            // These commands come first, but after a pause: the obstacle needs time to end.
+            // These commands run first, after a pause that gives a temporary obstacle time to end.
             again.append(&mut self.backlog);
             self.backlog = again;
             std::thread::sleep(Duration::from_millis(5));

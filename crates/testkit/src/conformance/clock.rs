@@ -14,7 +14,7 @@ async fn is_doubted(maintenance: &dyn Maintenance) -> bool {
     maintenance.look_at_clock().await.unwrap().is_some()
 }
 
-/// After a jump the clock is in doubt until it has run evenly for a day, also across a restart.
+/// After a jump the clock is in doubt until it has run without a jump for a day, also across a restart.
 pub async fn a_clock_that_leaps_is_doubted<H: Harness>(harness: H) -> Outcome {
     let mut stage = Stage::open(harness, Time::Virtual, &[&MAINTENANCE]).await?;
     stage.publish("a").await;

@@ -183,7 +183,7 @@ impl Shared {
                 Code::InvalidAttribute,
                 "the event was read with a part of its payload in an object store",
             )
-            .hint("publish the whole event: Bus::whole gives it"));
+            .hint("publish the whole event: Bus::whole returns it"));
         }
         if self.validates.load(Ordering::Acquire) {
             self.schemas().check_published(event, rust_type)?;

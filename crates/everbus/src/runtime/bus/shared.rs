@@ -112,7 +112,7 @@ impl Shared {
                 .state
                 .compare_exchange(OPEN, FAILED, Ordering::AcqRel, Ordering::Acquire);
             guard::log(|| {
-                tracing::error!(target: "everbus::bus", %error, "the engine failed; the bus takes no more publishes");
+                tracing::error!(target: "everbus::bus", %error, "the engine failed; the bus accepts no more publishes");
             });
         }
         fatal

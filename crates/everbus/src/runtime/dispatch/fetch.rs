@@ -182,7 +182,7 @@ impl Runner {
                 let group = &self.group;
                 let error = other.err();
                 guard::log(|| {
-                    tracing::warn!(target: "everbus::dispatch", %group, ?error, "the inbox did not answer; the events are given back");
+                    tracing::warn!(target: "everbus::dispatch", %group, ?error, "the inbox did not answer; the events are released");
                 });
                 let unknown = work.extract_if(.., |work| work.matched.idempotent);
                 self.queue.release(unknown, LONGEST_PAUSE);

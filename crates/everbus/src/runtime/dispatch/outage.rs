@@ -1,5 +1,5 @@
-//! An outage of the engine, as seen by one loop of a group. It is logged once when it begins and once when
-//! it ends. The pause between the tries doubles up to a limit.
+//! An outage of the engine, as seen by one loop of a group. It is logged once when it begins and once when it ends. The
+//! pause between the attempts doubles up to a limit.
 
 use std::time::Duration;
 
@@ -45,7 +45,7 @@ impl Outage {
         self.current.is_some()
     }
 
-    /// Records a failed try. Returns how long to wait before the next one.
+    /// Records a failed attempt. Returns how long to wait before the next one.
     pub(super) fn goes_on(&mut self, error: &Error) -> Duration {
         if let Some(current) = &mut self.current {
             current.tries += 1;

@@ -34,7 +34,7 @@ impl Work {
         })
     }
 
-    /// Applies a change in the file. `Err(None)`: the file has changed; look again.
+    /// Applies a change in the file. `Err(None)`: the file has changed, and the change must be planned again.
     pub(super) fn change(
         &mut self,
         target: Target,

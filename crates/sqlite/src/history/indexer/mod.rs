@@ -1,4 +1,4 @@
-//! The thread that builds the history index, some way behind the log.
+//! The thread that builds the history index. The index lags behind the log.
 //!
 //! When enough events were appended it sorts their postings into a run; when there are many runs of a level
 //! it merges them. Nothing depends on the thread: events without an index are found by reading the log. So a
@@ -70,7 +70,7 @@ impl Indexer {
         })
     }
 
-    /// Tells the thread how far the log reaches.
+    /// Tells the thread the newest position of the log.
     pub(crate) fn saw(&self, head: u64) {
         self.shared.head.store(head, Ordering::SeqCst);
         if head >= self.shared.wake_at.load(Ordering::SeqCst)
@@ -102,5 +102,5 @@ impl Indexer {
 }
 
 fn warn(error: &Error) {
-    tracing::warn!(target: "everbus::sqlite", %error, "the indexes of the history are not kept up; queries read the log instead");
+    tracing::warn!(target: "everbus::sqlite", %error, "the indexes of the history could not be updated; queries read the log instead");
 }
