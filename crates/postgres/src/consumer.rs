@@ -64,6 +64,10 @@ struct Quiet {
 }
 
 impl Look {
+    fn is_done(&self) -> bool {
+        self.task.is_finished()
+    }
+
     async fn result(&mut self) -> Result<(Looked, bool)> {
         let looked = (&mut self.task).await;
         looked.map_err(|e| Error::new(Code::Internal, "looking for events failed").caused_by(e))?
@@ -265,6 +269,10 @@ impl Consumer for PgConsumer {
                 let mut woken = std::pin::pin!(bell.here.notified());
                 woken.as_mut().enable();
                 self.engine.check_open()?;
+                if self.running.as_ref().is_some_and(Look::is_done) {
+                    // Its events are in the mailbox. How the next look is made depends on it.
+                    self.look(max).await?;
+                }
                 let lease = self.asking.options.lease;
                 self.mailbox.give_back_old(&self.engine, lease);
                 let batch = self.take(max);
