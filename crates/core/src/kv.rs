@@ -45,8 +45,7 @@ pub struct KvChange {
     pub key: String,
     /// The value of the key now; `None` if it was deleted or has expired.
     pub value: Option<Bytes>,
-    /// The revision of the value. If the value has expired, its last revision. If it was deleted, the revision of the
-    /// deletion on an engine that gives deletions one (NATS), and the last revision of the value on the others.
+    /// The revision of the value. If it was deleted or has expired: the revision that the watcher returned last.
     pub revision: u64,
 }
 
@@ -130,8 +129,12 @@ impl KvSeen {
         let mut there = BTreeSet::new();
         let mut changed = Vec::new();
         for (key, value, revision) in now {
-            if self.revisions.insert(key.clone(), revision) != Some(revision) {
-                changed.push(KvChange::new(key.clone(), value, revision));
+            if self.revisions.get(&key) != Some(&revision) {
+                // The value had expired, and is there again because the clock was set back. It was not read again, and
+                // for the watcher it stays gone.
+                let Some(value) = value else { continue };
+                self.revisions.insert(key.clone(), revision);
+                changed.push(KvChange::new(key.clone(), Some(value), revision));
             }
             there.insert(key);
         }
@@ -228,6 +231,24 @@ mod tests {
         );
         seen.compare([at("a", 5), at("b", 4)]);
         assert_eq!(told(&mut seen), [("a".into(), true, 5)]);
+    }
+
+    // conformance: contract/kv-clock: A value that is there again after the clock was set back is not reported as deleted a second time.
+    #[test]
+    fn a_value_that_comes_back_with_the_clock_is_not_deleted_twice() {
+        let mut seen = KvSeen::default();
+        let value = || Some(Bytes::from("v"));
+        seen.compare([("a".into(), value(), 1), ("b".into(), value(), 2)]);
+        while seen.take().is_some() {}
+        // Expired.
+        seen.compare([("b".into(), None, 2)]);
+        assert_eq!(seen.take(), Some(KvChange::new("a", None, 1)));
+        // There again. The engine reads values only after the last revision.
+        seen.compare([("a".into(), None, 1), ("b".into(), None, 2)]);
+        seen.compare([("b".into(), None, 2)]);
+        assert_eq!(seen.take(), None);
+        seen.compare([("a".into(), value(), 3), ("b".into(), None, 2)]);
+        assert_eq!(seen.take(), Some(KvChange::new("a", value(), 3)));
     }
 
     #[test]

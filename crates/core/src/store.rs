@@ -13,7 +13,7 @@ use std::time::Duration;
 use crate::broker::BoxFuture;
 use crate::dead_letters::{DeadLetterKey, Death, MAX_FAILURES, all_failures};
 use crate::error::Result;
-use crate::failure::Failure;
+use crate::failure::{Failure, FailureKind};
 use crate::group::GroupName;
 use crate::id::EventId;
 use crate::log::Recorded;
@@ -155,8 +155,11 @@ impl Burial {
         match earlier {
             Some(earlier) if earlier.open || earlier.died_at == self.died_at => {
                 death.failures.retain(|f| !earlier.failures.contains(f));
-                let more = death.failures.iter().filter(|f| f.kind.is_attempt());
-                let more = u32::try_from(more.count()).unwrap_or(u32::MAX);
+                // An event that waited for a handler was not handed out.
+                let was_one =
+                    |f: &&Failure| f.kind.is_attempt() && f.kind != FailureKind::NoHandler;
+                let more = death.failures.iter().filter(was_one).count();
+                let more = u32::try_from(more).unwrap_or(u32::MAX);
                 death.attempts = match self.sent_back {
                     true => more,
                     false => death.attempts.saturating_sub(earlier.attempts),
@@ -228,7 +231,7 @@ pub const EARLY_STAGES: Duration = Duration::from_secs(14 * 24 * 3600);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Event, FailureKind};
+    use crate::Event;
 
     fn failure(attempt: u32, at: i64) -> Failure {
         let at = Timestamp::from_micros(at);
@@ -277,6 +280,13 @@ mod tests {
             attempts, failures, ..
         } = early.with_earlier(Some(earlier(true)));
         assert_eq!((attempts, failures.len()), (3, 3));
+        // No process had a handler for it any more. That is no attempt.
+        let none = Failure::new(1, Timestamp::from_micros(9), FailureKind::NoHandler, "x");
+        let unhandled = burial(1, vec![none], 9).of_sent_back();
+        let Death {
+            attempts, failures, ..
+        } = unhandled.with_earlier(Some(earlier(true)));
+        assert_eq!((attempts, failures.len()), (2, 3));
         // Failed again after a retry.
         let next = burial(1, vec![failure(1, 9)], 9);
         let Death {

@@ -222,11 +222,9 @@ impl KeyValue for Nats {
             let woken = woken
                 .await
                 .map_err(|e| Error::new(Code::Unavailable, e.to_string()))?;
-            let info = shared.link.stream(&bucket.stream).await?;
             let watch = Watch {
                 shared: self.shared.clone(),
                 woken,
-                begin: info.map_or(0, |info| info.state.last_seq),
                 bucket,
                 last: 0,
                 known: BTreeMap::new(),
@@ -242,8 +240,6 @@ struct Watch {
     bucket: Bucket,
     /// A message here wakes the watcher.
     woken: Subscriber,
-    /// Keys that were deleted up to this sequence are not reported.
-    begin: u64,
     /// The last sequence that was read.
     last: u64,
     /// The revisions of the values that were reported.
@@ -280,14 +276,10 @@ impl Watch {
                 self.changes.push_back(change);
                 continue;
             }
-            let known = self.known.remove(key);
-            if known.is_none() && stored.seq <= self.begin {
-                continue;
+            // As on other engines: the revision of the value, not that of the deletion.
+            if let Some(revision) = self.known.remove(key) {
+                self.changes.push_back(KvChange::new(key, None, revision));
             }
-            // The change of an expired value has the revision of the value, not that of the marker.
-            let expired = stored.headers.get(MARKER).is_some();
-            let revision = known.filter(|_| expired).unwrap_or(stored.seq);
-            self.changes.push_back(KvChange::new(key, None, revision));
         }
         Ok(())
     }

@@ -63,6 +63,11 @@ impl Item {
         self.record.position.place()
     }
 
+    /// When the message is given back if no fetch has taken it.
+    fn stale_at(&self) -> Instant {
+        self.came + self.lease / 2
+    }
+
     pub(crate) fn place(&self) -> (String, u64) {
         (self.stream.short.clone(), self.seq())
     }
@@ -224,7 +229,9 @@ impl Reader {
             let shut = ordered && group.keys.lock().any_shut();
             let tick = if shut { TRY_OPEN } else { self.lease / 3 };
             let tick = ordered.then(|| Instant::now() + tick);
-            let until = [until, tick, Some(again)].into_iter().flatten().min();
+            let oldest = desk.state.lock().ready.front().map(Item::stale_at);
+            let until = [until, tick, oldest, Some(again)];
+            let until = until.into_iter().flatten().min();
             let until = until.unwrap_or(again);
             tokio::select! {
                 biased;
@@ -541,7 +548,7 @@ impl Reader {
 
     /// Messages that no fetch took in time go to other consumers.
     async fn give_back_stale(&self) {
-        let stale = |item: &Item| item.came.elapsed() > item.lease / 2;
+        let stale = |item: &Item| item.stale_at() <= Instant::now();
         let items: Vec<Item> = {
             let mut state = self.desk.state.lock();
             if !state.ready.front().is_some_and(stale) {
@@ -550,6 +557,8 @@ impl Reader {
             let (old, fresh): (Vec<_>, Vec<_>) =
                 state.ready.drain(..).partition(|item| stale(item));
             state.ready = fresh.into();
+            // No fetch waits, and without one the same messages must not come again.
+            state.want = 0;
             old
         };
         for item in &items {

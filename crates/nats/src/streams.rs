@@ -152,11 +152,16 @@ pub(crate) fn texts(value: &Value) -> Vec<String> {
     all.map(str::to_owned).collect()
 }
 
+/// Whether the server acks a message before it has written it to a file.
+fn acks_from_memory(config: &Value) -> bool {
+    config["storage"].as_str() == Some("memory") || config["persist_mode"].as_str() == Some("async")
+}
+
 fn durability_of(config: &Value, options: &Options) -> Durability {
     let replicas = config["num_replicas"].as_u64().unwrap_or(1);
-    match config["storage"].as_str() {
-        Some("memory") if replicas < 3 => Durability::Memory,
-        _ if replicas >= 3 => Durability::Replicated,
+    match replicas {
+        ..3 if acks_from_memory(config) => Durability::Memory,
+        3.. => Durability::Replicated,
         _ if options.synced => Durability::PowerLoss,
         _ => Durability::Process,
     }
@@ -238,4 +243,32 @@ pub(crate) async fn discover(
         streams.push(Arc::new(stream));
     }
     Ok(streams)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    // conformance: contract/nats-durability: the durability grade comes from the copies of a stream, its storage and its persist_mode, and from what the operator says of sync_interval
+    #[test]
+    fn the_grade_follows_the_settings() {
+        for (copies, storage, mode, synced, expected) in [
+            (1, "file", "", false, Durability::Process),
+            (1, "file", "default", true, Durability::PowerLoss),
+            (2, "file", "", false, Durability::Process),
+            (3, "file", "", false, Durability::Replicated),
+            (1, "memory", "", true, Durability::Memory),
+            (3, "memory", "", false, Durability::Replicated),
+            (1, "file", "async", true, Durability::Memory),
+        ] {
+            let config = json!({"num_replicas": copies, "storage": storage, "persist_mode": mode});
+            let options = Options {
+                synced,
+                ..Options::default()
+            };
+            assert_eq!(durability_of(&config, &options), expected, "{config}");
+        }
+    }
 }

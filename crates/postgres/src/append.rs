@@ -16,9 +16,10 @@ use crate::insert::{Ids, insert, insert_new};
 use crate::pool::{Role, Sql, transaction};
 use crate::rows::{AFTER_RECORD, RECORD, Stored, get};
 
-/// At most this many events and bytes share a transaction.
+/// At most this many events share a transaction, and calls of about this many bytes: the server writes an array of more
+/// than 2 MB of payloads to a temporary file.
 const MOST_EVENTS: usize = 2000;
-const MOST_BYTES: usize = 4 << 20;
+const MOST_BYTES: usize = 1 << 20;
 /// Transactions that run at the same time: while one waits for the disk, the next is computed.
 const WRITERS: usize = 3;
 /// After an id was published again, ids are looked up before each insert for this long.

@@ -1,15 +1,15 @@
 //! One consumer of a group. It claims as many events as a fetch asks for. So a dropped fetch leaves no more than these
-//! events claimed, and the next fetch returns them. After a large fetch it claims as many again in advance, and gives
-//! them back if no fetch comes for half of their lease.
+//! events claimed, and the next fetch returns them. After a large fetch it claims as many again in advance. Claimed
+//! events that no fetch takes for half of their lease are given back.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use everbus_core::{
     BoxFuture, Code, ConsumeOptions, Consumer, Delivery, Error, Lease, Pattern, Result,
 };
-use tokio::sync::oneshot;
+use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 
 use crate::Postgres;
@@ -20,6 +20,8 @@ use crate::settle::give_back;
 const MANY: usize = 128;
 /// How soon to look again while a writer that has not ended holds events back.
 const HELD_BACK: Duration = Duration::from_millis(5);
+/// The longest time between two looks for claimed events that no fetch takes.
+const LONGEST_TICK: Duration = Duration::from_secs(10);
 
 /// Whether the next look should expect events (`eager`), judged by the looks before. An eager look is quicker if there
 /// are events. If there are none, it locks the group, and so writes to the server, for nothing.
@@ -38,19 +40,18 @@ impl Outlook {
         self.more || self.woken && self.wakes_pay
     }
 
-    fn looked(&mut self, looked: &Looked) {
+    fn looked(&mut self, (looked, found): &(Looked, bool)) {
         if std::mem::take(&mut self.woken) {
-            self.wakes_pay = !looked.deliveries.is_empty();
+            self.wakes_pay = *found;
         }
         self.more = looked.more;
     }
 }
 
-/// A look under way, or its result that no fetch has taken yet.
+/// A look under way, or its result that no fetch has seen yet. It puts the events that it found into the mailbox.
 struct Look {
-    task: JoinHandle<Result<Looked>>,
-    /// Dropped when a fetch waits for the result.
-    in_advance: Option<oneshot::Sender<()>>,
+    /// Returns the rest, and whether there were events.
+    task: JoinHandle<Result<(Looked, bool)>>,
     /// How often the bell had rung when the look began.
     rings: u64,
 }
@@ -63,36 +64,87 @@ struct Quiet {
 }
 
 impl Look {
-    async fn result(&mut self) -> Result<Looked> {
-        self.in_advance = None;
+    fn is_done(&self) -> bool {
+        self.task.is_finished()
+    }
+
+    async fn result(&mut self) -> Result<(Looked, bool)> {
         let looked = (&mut self.task).await;
         looked.map_err(|e| Error::new(Code::Internal, "looking for events failed").caused_by(e))?
     }
 }
 
-/// Keeps the result of a look in advance until a fetch takes it. Handlers may have become slow meanwhile: then the
-/// events are given back before their leases end, since events whose leases end count as crashes of their worker.
-async fn kept(
-    engine: &Postgres,
-    mut looked: Looked,
-    taken: oneshot::Receiver<()>,
-    time: Duration,
-) -> Looked {
-    if !looked.deliveries.is_empty() && tokio::time::timeout(time, taken).await.is_err() {
-        let _returning = engine.returning.begin();
-        let leases: Vec<Lease> = looked.deliveries.drain(..).map(|d| d.lease).collect();
-        if let Err(error) = give_back(engine, &leases).await {
-            tracing::warn!(target: "everbus::postgres", %error, "events come again when their leases end");
-        }
+/// Events that are claimed and that no fetch has returned yet, each with the end of its lease.
+#[derive(Default)]
+struct Mailbox(Mutex<VecDeque<(Delivery, i64)>>);
+
+impl Mailbox {
+    fn put(&self, looked: &mut Looked) {
+        let events = std::mem::take(&mut looked.deliveries);
+        let until = looked.until;
+        self.0.lock().extend(events.into_iter().map(|d| (d, until)));
     }
-    looked
+
+    fn take(&self, max: usize) -> Vec<Delivery> {
+        let mut events = self.0.lock();
+        let count = max.min(events.len());
+        events
+            .drain(..count)
+            .map(|(delivery, _)| delivery)
+            .collect()
+    }
+
+    fn take_leases(&self) -> Vec<Lease> {
+        let events = std::mem::take(&mut *self.0.lock());
+        events.into_iter().map(|(d, _)| d.lease).collect()
+    }
+
+    /// Gives back the events whose leases are more than half over, in a task of its own: a fetch may be dropped.
+    /// Looks wait until the task is done.
+    fn give_back_old(&self, engine: &Arc<Postgres>, lease: Duration) {
+        let soon = engine.now().plus(lease / 2).as_micros();
+        let mut old: Vec<Lease> = Vec::new();
+        self.0.lock().retain(|(delivery, until)| {
+            let is_old = *until <= soon;
+            if is_old {
+                old.push(delivery.lease.clone());
+            }
+            !is_old
+        });
+        if old.is_empty() {
+            return;
+        }
+        let (engine, returning) = (engine.clone(), engine.returning.begin());
+        tokio::spawn(async move {
+            if let Err(error) = give_back(&engine, &old).await {
+                warn_of_ending(&error);
+            }
+            drop(returning);
+        });
+    }
+}
+
+fn warn_of_ending(error: &Error) {
+    tracing::warn!(target: "everbus::postgres", %error, "events come again when their leases end");
+}
+
+/// Gives back the events of a mailbox that no fetch takes, as long as the consumer lives. Handlers may have become slow,
+/// and events whose leases end count as crashes of their worker.
+async fn give_back_unfetched(engine: Weak<Postgres>, mailbox: Weak<Mailbox>, lease: Duration) {
+    let tick = (lease / 4).clamp(Duration::from_millis(1), LONGEST_TICK);
+    loop {
+        tokio::time::sleep(tick).await;
+        let (Some(engine), Some(mailbox)) = (engine.upgrade(), mailbox.upgrade()) else {
+            return;
+        };
+        mailbox.give_back_old(&engine, lease);
+    }
 }
 
 pub(crate) struct PgConsumer {
     engine: Arc<Postgres>,
     asking: Asking,
-    /// Events that are claimed and not yet returned, each with the end of its lease.
-    mailbox: VecDeque<(Delivery, i64)>,
+    mailbox: Arc<Mailbox>,
     /// A look under way. It goes on when the fetch that began it is dropped.
     running: Option<Look>,
     /// How the next look is made.
@@ -109,6 +161,9 @@ impl PgConsumer {
         options: ConsumeOptions,
     ) -> Self {
         let seat = engine.seats.add(group, &options);
+        let mailbox = Arc::<Mailbox>::default();
+        let (of, its) = (Arc::downgrade(&engine), Arc::downgrade(&mailbox));
+        tokio::spawn(give_back_unfetched(of, its, options.lease));
         Self {
             engine,
             asking: Asking {
@@ -117,7 +172,7 @@ impl PgConsumer {
                 owner,
                 options: Arc::new(options),
             },
-            mailbox: VecDeque::new(),
+            mailbox,
             running: None,
             outlook: Outlook::default(),
             quiet: None,
@@ -125,34 +180,13 @@ impl PgConsumer {
         }
     }
 
-    /// Takes events that were claimed before. Leases that are more than half over are extended first.
-    async fn take_from_mailbox(&mut self, max: usize) -> Result<Vec<Delivery>> {
-        if self.mailbox.is_empty() {
-            return Ok(Vec::new());
+    /// Takes events from the mailbox. If they are many, and the last look left some behind, the next one begins.
+    fn take(&mut self, max: usize) -> Vec<Delivery> {
+        let batch = self.mailbox.take(max);
+        if batch.len() >= MANY && self.outlook.more {
+            self.begin_look(max);
         }
-        let lease = self.asking.options.lease;
-        let soon = self.engine.now().plus(lease / 2).as_micros();
-        let count = max.min(self.mailbox.len());
-        let old = |(_, until): &(Delivery, i64)| *until < soon;
-        if self.mailbox.iter().take(count).any(old) {
-            let leases: Vec<Lease> = self
-                .mailbox
-                .iter()
-                .map(|(delivery, _)| delivery.lease.clone())
-                .collect();
-            let until = self.engine.now().plus(lease).as_micros();
-            let extended = self.engine.extend_leases(&leases, lease).await?;
-            let kept = std::mem::take(&mut self.mailbox).into_iter().zip(extended);
-            // Events whose lease has ended are dropped here. They are delivered again.
-            let kept = kept.filter(|(_, answer)| answer.is_ok());
-            self.mailbox = kept.map(|((delivery, _), _)| (delivery, until)).collect();
-        }
-        let count = max.min(self.mailbox.len());
-        Ok(self
-            .mailbox
-            .drain(..count)
-            .map(|(delivery, _)| delivery)
-            .collect())
+        batch
     }
 
     /// Begins a look, unless one is under way.
@@ -161,17 +195,15 @@ impl PgConsumer {
         let eager = self.outlook.is_eager();
         self.running.get_or_insert_with(|| {
             let (engine, asking) = (engine.clone(), asking.clone());
-            let (in_advance, taken) = oneshot::channel();
+            let mailbox = self.mailbox.clone();
             let rings = engine.bell.rings();
             let task = tokio::spawn(async move {
-                let looked = engine.look(&asking, max, eager).await?;
-                Ok(kept(&engine, looked, taken, asking.options.lease / 2).await)
+                let mut looked = engine.look(&asking, max, eager).await?;
+                let found = !looked.deliveries.is_empty();
+                mailbox.put(&mut looked);
+                Ok((looked, found))
             });
-            Look {
-                task,
-                in_advance: Some(in_advance),
-                rings,
-            }
+            Look { task, rings }
         })
     }
 
@@ -181,43 +213,39 @@ impl PgConsumer {
         let rings = look.rings;
         let looked = look.result().await;
         self.running = None;
-        let mut looked = looked?;
+        let looked = looked?;
         self.outlook.looked(&looked);
-        let deliveries = std::mem::take(&mut looked.deliveries);
-        if deliveries.is_empty() {
+        let (looked, found) = looked;
+        if !found {
             return Ok(Some(looked));
         }
         let next = looked.next;
         self.quiet = looked.nothing_left.then_some(Quiet { rings, next });
-        self.mailbox
-            .extend(deliveries.into_iter().map(|d| (d, looked.until)));
         Ok(None)
     }
 
     /// Gives back what was claimed and not returned, in a task that goes on when its caller is dropped. `None`: there
     /// is nothing, or no runtime.
     fn return_unfetched(&mut self) -> Option<JoinHandle<Result<()>>> {
-        if self.mailbox.is_empty() && self.running.is_none() {
+        if self.mailbox.0.lock().is_empty() && self.running.is_none() {
             return None;
         }
         let runtime = tokio::runtime::Handle::try_current().ok()?;
-        let (mailbox, running) = (std::mem::take(&mut self.mailbox), self.running.take());
+        let (mailbox, running) = (self.mailbox.clone(), self.running.take());
         let engine = self.engine.clone();
         let returning = self.engine.returning.begin();
         Some(runtime.spawn(async move {
-            let leases: Vec<Lease> = mailbox.into_iter().map(|(d, _)| d.lease).collect();
-            let mut given = give_back(&engine, &leases).await;
+            let mut given = give_back(&engine, &mailbox.take_leases()).await;
             // A look waits until nothing is on its way back. Holding the guard while waiting for a look is a deadlock.
             drop(returning);
             if let Some(mut running) = running
-                && let Ok(looked) = running.result().await
+                && running.result().await.is_ok()
             {
                 let _returning = engine.returning.begin();
-                let leases: Vec<Lease> = looked.deliveries.into_iter().map(|d| d.lease).collect();
-                given = given.and(give_back(&engine, &leases).await);
+                given = given.and(give_back(&engine, &mailbox.take_leases()).await);
             }
             if let Err(error) = &given {
-                tracing::warn!(target: "everbus::postgres", %error, "events come again when their leases end");
+                warn_of_ending(error);
             }
             given
         }))
@@ -241,11 +269,14 @@ impl Consumer for PgConsumer {
                 let mut woken = std::pin::pin!(bell.here.notified());
                 woken.as_mut().enable();
                 self.engine.check_open()?;
-                let batch = self.take_from_mailbox(max).await?;
+                if self.running.as_ref().is_some_and(Look::is_done) {
+                    // Its events are in the mailbox. How the next look is made depends on it.
+                    self.look(max).await?;
+                }
+                let lease = self.asking.options.lease;
+                self.mailbox.give_back_old(&self.engine, lease);
+                let batch = self.take(max);
                 if !batch.is_empty() {
-                    if batch.len() >= MANY && self.outlook.more {
-                        self.begin_look(max);
-                    }
                     return Ok(batch);
                 }
                 let looked = match self.quiet.take() {
@@ -260,7 +291,12 @@ impl Consumer for PgConsumer {
                         let began_earlier = self.running.is_some();
                         match self.look(max).await? {
                             Some(looked) if !began_earlier => looked,
-                            _ => continue,
+                            Some(_) => continue,
+                            // Even if the claim has taken half of its lease: the next one may take as long.
+                            None => match self.take(max) {
+                                batch if batch.is_empty() => continue,
+                                batch => return Ok(batch),
+                            },
                         }
                     }
                 };

@@ -9,6 +9,9 @@ use crate::append::{check_texts, key_of, texts};
 use crate::pool::{Conn, Param, Sql};
 use crate::rows::{NewRow, get, get_seq};
 
+/// Up to this average size of payloads, the arrays are in the list of values: see [`new_rows`].
+const SMALL: usize = 1024;
+
 /// How an id that is taken is found.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ids {
@@ -34,7 +37,7 @@ pub(crate) async fn insert_new(
     for event in events {
         c.push(event, types)?;
     }
-    // The arrays: column, type and values. `unnest` returns the elements in order, so rows get their numbers in order.
+    // The arrays: column, type and values.
     let mut arrays: Vec<(&str, &str, &dyn Param)> = vec![
         ("occurred_at", "bigint", &c.occurred_at),
         ("checksum", "integer", &c.checksums),
@@ -75,7 +78,8 @@ pub(crate) async fn insert_new(
     if c.attrs.iter().any(Option::is_some) {
         arrays.push(("attrs", "text", &c.attrs));
     }
-    let sql = new_rows(&singles, &arrays, ids);
+    let bytes: usize = c.payloads.iter().map(|payload| payload.len()).sum();
+    let sql = new_rows(&singles, &arrays, ids, bytes <= SMALL * events.len());
     let values = singles.iter().map(|(_, value)| *value);
     let values: Vec<&dyn Param> = values.chain(arrays.iter().map(|(_, _, v)| *v)).collect();
     let rows = match ids {
@@ -102,10 +106,15 @@ pub(crate) async fn insert_new(
 }
 
 /// The statement for new rows, with the values of `singles` and then those of `arrays`.
+///
+/// `unnest` returns the elements in order, and several of them advance together, so rows get their numbers in order. In
+/// the `FROM` clause, the server first copies all elements. For small payloads the list of values is quicker, by about a
+/// tenth of the statement; for payloads of 4 KB the `FROM` clause is.
 fn new_rows(
     singles: &[(&str, &dyn Param)],
     arrays: &[(&str, &str, &dyn Param)],
     ids: Ids,
+    small: bool,
 ) -> String {
     let (mut columns, mut values) = (Vec::new(), Vec::new());
     for (index, (name, _)) in singles.iter().enumerate() {
@@ -122,22 +131,32 @@ fn new_rows(
     for (index, (name, sql_type, _)) in arrays.iter().enumerate() {
         let place = singles.len() + index + 1;
         columns.push(*name);
-        names.push(*name);
-        values.push(format!("x.{name}"));
-        sources.push(format!("${place}::{sql_type}[]"));
+        let source = format!("${place}::{sql_type}[]");
+        if small {
+            values.push(format!("unnest({source})"));
+        } else {
+            values.push(format!("x.{name}"));
+            names.push(*name);
+            sources.push(source);
+        }
         if *name == "id" && ids == Ids::LookedUp {
             looked_up = format!(
                 "WHERE NOT EXISTS (SELECT 1 FROM everbus.log k WHERE k.id = ANY (${place}))"
             );
         }
     }
+    let from = match small {
+        true => String::new(),
+        false => format!(
+            "FROM unnest({}) AS x ({})",
+            sources.join(", "),
+            names.join(", ")
+        ),
+    };
     format!(
-        "INSERT INTO everbus.log ({}) SELECT {} FROM unnest({}) AS x ({}) {looked_up}
-         RETURNING seq, received_at, id",
+        "INSERT INTO everbus.log ({}) SELECT {} {from} {looked_up} RETURNING seq, received_at, id",
         columns.join(", "),
         values.join(", "),
-        sources.join(", "),
-        names.join(", "),
     )
 }
 

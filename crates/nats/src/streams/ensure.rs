@@ -8,7 +8,8 @@ use everbus_dialects::Dialect;
 use serde_json::{Value, json};
 
 use super::{
-    DIALECT, NAMING, SINGLE, SPACE, Space, StreamHandle, Table, durability_of, handle, texts,
+    DIALECT, NAMING, SINGLE, SPACE, Space, StreamHandle, Table, acks_from_memory, durability_of,
+    handle, texts,
 };
 use crate::api::StreamInfo;
 use crate::client::Link;
@@ -202,11 +203,11 @@ fn removed_meanwhile(name: &str) -> Error {
 /// A stream for groups or dead letters that exists must keep what is stored in it.
 fn check_own(config: &Value, own: &Own) -> Result<()> {
     check_keeps(config)?;
-    if config["storage"].as_str() == Some("memory") {
+    if acks_from_memory(config) {
         return Err(other_settings(
             config,
-            "it is kept in memory",
-            "recreate it with file storage",
+            "the server acks messages that are only in memory",
+            "recreate it with file storage, without persist_mode: async",
         ));
     }
     let subject = &own.subject;

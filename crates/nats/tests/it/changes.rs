@@ -161,7 +161,11 @@ async fn everything_has_the_copies_of_the_events() {
 #[tokio::test]
 async fn a_stream_that_forgets_groups_is_refused() {
     let aged = json!({"max_age": 90 * 24 * 3_600_000_000_000_u64});
-    for (more, said) in [(aged, "7776000s"), (json!({"storage": "memory"}), "memory")] {
+    for (more, said) in [
+        (aged, "7776000s"),
+        (json!({"storage": "memory"}), "memory"),
+        (json!({"persist_mode": "async"}), "memory"),
+    ] {
         let Some(url) = server::account() else { return };
         let plain = Plain::connect(&url).await;
         let mut config = json!({"name": "EVERBUS_GROUPS", "subjects": ["$EVERBUS.groups.*"]});

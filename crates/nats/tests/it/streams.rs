@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use everbus_core::{
-    Code, ConsumeOptions, Cursor, Engine, Event, Failure, FailureKind, GroupSpec, Pattern,
-    Settlement, StartFrom, Stream, Streams, SubscriptionSpec, Timestamp, Verdict,
+    Code, ConsumeOptions, Cursor, Durability, Engine, Event, Failure, FailureKind, GroupSpec,
+    Pattern, Settlement, StartFrom, Stream, Streams, SubscriptionSpec, Timestamp, Verdict,
 };
 use everbus_nats::Options;
 use serde_json::{Value, json};
@@ -300,6 +300,41 @@ async fn a_stream_of_another_program_is_compared() {
     assert_eq!(info["config"]["max_msgs"], 1000, "its own settings stay");
 }
 
+// conformance: contract/nats-durability: a stream of which the server acks messages in memory has the grade memory, whatever the operator says
+// needs: nats-server
+#[tokio::test]
+async fn a_stream_that_acks_from_memory_has_that_grade() {
+    let Some(url) = server::account() else { return };
+    let plain = Plain::connect(&url).await;
+    for (name, domain, setting, grade) in [
+        ("KEPT", "kept.>", json!({}), Durability::PowerLoss),
+        (
+            "QUICK",
+            "quick.>",
+            json!({"storage": "memory"}),
+            Durability::Memory,
+        ),
+        (
+            "LATER",
+            "later.>",
+            json!({"persist_mode": "async"}),
+            Durability::Memory,
+        ),
+    ] {
+        let mut config = json!({"name": name, "subjects": [domain]});
+        let setting = setting.as_object().unwrap().clone();
+        config.as_object_mut().unwrap().extend(setting);
+        let made = plain.api(&format!("STREAM.CREATE.{name}"), config).await;
+        assert!(made["error"].is_null(), "{made}");
+        let mut synced = Options::default();
+        synced.synced = true;
+        let engine = everbus_nats::open(&url, synced).await.unwrap();
+        let declared = table([stream(name, domain)]);
+        engine.broker.declare_streams(declared).await.unwrap();
+        assert_eq!(engine.broker.capabilities().durability, grade, "{name}");
+    }
+}
+
 // conformance: contract/nats-own-streams: a stream in the place of the dead letters that would drop them is refused
 // needs: nats-server
 #[tokio::test]
@@ -385,6 +420,37 @@ async fn a_stale_process_narrows_nothing() {
     };
     let types = take(4).await;
     assert_eq!(types, ["order.a", "order.b", "mail.sent", "order.c"]);
+}
+
+// conformance: contract/nats-unfetched: a message that no fetch takes is given back before its lease ends, to another consumer, and counts no attempt
+// needs: nats-server
+#[tokio::test]
+async fn a_message_that_no_fetch_takes_is_given_back() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    engine.broker.declare(group("g", &["*"])).await.unwrap();
+    publish(&engine, "order.a").await;
+    let consume = || {
+        let wanted = options().lease(Duration::from_secs(4));
+        engine.broker.consume("g".parse().unwrap(), wanted)
+    };
+    let mut idle = consume().await.unwrap();
+    tokio::select! {
+        biased;
+        _ = idle.fetch(1) => panic!("the server cannot answer at once"),
+        () = std::future::ready(()) => {}
+    }
+    let is_with_the_idle_one = async || {
+        let groups = engine.broker.inspect().await.unwrap();
+        groups.iter().any(|group| group.in_flight > 0)
+    };
+    while !is_with_the_idle_one().await {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let mut other = consume().await.unwrap();
+    let fetched = tokio::time::timeout(Duration::from_secs(60), other.fetch(1));
+    let delivery = fetched.await.expect("it comes").unwrap().remove(0);
+    assert_eq!((delivery.attempt, delivery.failures.len()), (1, 0));
 }
 
 // conformance: contract/nats-moved-pattern: events that wait in a stream are handled after their pattern moved to another stream

@@ -60,14 +60,37 @@ async fn wake_one_that_came_later(url: &str, poll: Duration) {
     first.broker.close().await.unwrap();
 }
 
-// conformance: engines/postgres-in-advance: events that were claimed in advance are given back if handlers become slow, and do not count as crashed
+/// How the slow consumer of a test leaves claimed events behind.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Left {
+    /// It claimed as many again after a large fetch.
+    InAdvance,
+    /// It claimed in advance, and the next fetch took only some of these events.
+    ByASmallFetch,
+    /// Its fetch was dropped.
+    ByADroppedFetch,
+}
+
+// conformance: engines/postgres-in-advance: events that are claimed and that no fetch takes are given back before their leases end, and do not count as crashed
 // needs: PostgreSQL
 #[tokio::test]
-async fn claims_in_advance_are_given_back_before_their_leases_end() {
+async fn claims_that_no_fetch_takes_are_given_back_before_their_leases_end() {
+    let cases = [Left::InAdvance, Left::ByASmallFetch, Left::ByADroppedFetch];
+    let mut running = tokio::task::JoinSet::new();
+    for left in cases {
+        running.spawn(given_back_before_their_leases_end(left));
+    }
+    while let Some(ended) = running.join_next().await {
+        ended.unwrap();
+    }
+}
+
+async fn given_back_before_their_leases_end(left: Left) {
+    const EVENTS: usize = 600;
     let Some(url) = fresh_schema() else { return };
     let engine = open(&url).await;
     engine.broker.declare(group("g")).await.unwrap();
-    let events: Vec<Event> = (0..600).map(event).collect();
+    let events: Vec<Event> = (0..EVENTS as u32).map(event).collect();
     engine.broker.append(events).await.unwrap();
     let wanted = || {
         ConsumeOptions::new(vec![Pattern::new("*").unwrap()])
@@ -81,21 +104,42 @@ async fn claims_in_advance_are_given_back_before_their_leases_end() {
             .consume(GroupName::new("g").unwrap(), wanted())
     };
     let mut slow = consume().await.unwrap();
-    let first = slow.fetch(200).await.unwrap();
-    assert_eq!(first.len(), 200);
+    let mut first = Vec::new();
+    if left == Left::ByADroppedFetch {
+        tokio::select! {
+            biased;
+            _ = slow.fetch(200) => panic!("the server cannot answer at once"),
+            () = std::future::ready(()) => {}
+        }
+        let is_claimed = async || {
+            let groups = engine.broker.inspect().await.unwrap();
+            groups.iter().any(|group| group.in_flight > 0)
+        };
+        while !is_claimed().await {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    } else {
+        first.extend(slow.fetch(200).await.unwrap());
+        assert_eq!(first.len(), 200);
+    }
+    if left == Left::ByASmallFetch {
+        first.extend(slow.fetch(10).await.unwrap());
+        assert_eq!(first.len(), 210);
+    }
     // The slow consumer fetches no more. Another one gets everything that it has not returned.
     let mut other = consume().await.unwrap();
     let mut rest = Vec::new();
-    while rest.len() < 400 {
+    while rest.len() < EVENTS - first.len() {
         rest.extend(other.fetch(200).await.unwrap());
     }
     let places = |deliveries: &[Delivery]| -> BTreeSet<u64> {
         let places = deliveries.iter().map(|d| d.record.position.place());
         places.collect()
     };
-    assert!(places(&first).is_disjoint(&places(&rest)));
+    assert!(places(&first).is_disjoint(&places(&rest)), "{left:?}");
     for delivery in rest {
-        assert_eq!((delivery.attempt, delivery.failures.len()), (1, 0));
+        let seen = (delivery.attempt, delivery.failures.len());
+        assert_eq!(seen, (1, 0), "{left:?}");
     }
 }
 

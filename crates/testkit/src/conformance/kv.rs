@@ -146,20 +146,34 @@ async fn until_gone(kv: &Arc<dyn KeyValue>, key: &str) {
 /// Follows a watcher until the bucket looks as expected.
 async fn until(
     watch: &mut Box<dyn KvWatch>,
-    seen: &mut BTreeMap<String, String>,
+    seen: &mut BTreeMap<String, (String, u64)>,
     expected: &[(&str, &str)],
 ) {
     let pairs = expected.iter().map(|(k, v)| ((*k).into(), (*v).into()));
     let expected: BTreeMap<String, String> = pairs.collect();
-    while *seen != expected {
+    let values = |seen: &BTreeMap<String, (String, u64)>| -> BTreeMap<String, String> {
+        seen.iter()
+            .map(|(k, (v, _))| (k.clone(), v.clone()))
+            .collect()
+    };
+    while values(seen) != expected {
         let next = tokio::time::timeout(DEADLINE, watch.next()).await;
-        let KvChange { key, value, .. } = next
+        let KvChange {
+            key,
+            value,
+            revision,
+            ..
+        } = next
             .unwrap_or_else(|_| panic!("{seen:?} does not become {expected:?}"))
             .unwrap();
         match value {
-            Some(value) => seen.insert(key, String::from_utf8(value.to_vec()).unwrap()),
-            None => seen.remove(&key),
-        };
+            Some(value) => {
+                let value = String::from_utf8(value.to_vec()).unwrap();
+                seen.insert(key, (value, revision));
+            }
+            // What is gone was there, and has the revision that it had.
+            None => assert_eq!(seen.remove(&key).map(|(_, last)| last), Some(revision)),
+        }
     }
 }
 
