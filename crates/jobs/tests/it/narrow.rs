@@ -2,6 +2,7 @@
 //! and answers are lost, events are stored and delivered twice, and leases are lost.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use everbus::core::Clock;
@@ -9,7 +10,7 @@ use everbus::{Bus, BusOptions, Code, RetryPolicy, SystemClock};
 use everbus_jobs::events::{
     ErrorCategory, JobCompleted, Json, TaskCompleted, TaskPending, TaskState,
 };
-use everbus_jobs::{Dispatcher, JobState, Jobs, Task, TaskError, Worker};
+use everbus_jobs::{Dispatcher, JobState, Jobs, NewTask, Task, TaskError, Worker};
 use everbus_testkit::narrow::{self, Faults};
 
 use crate::random_jobs::{model, random_job};
@@ -20,7 +21,7 @@ const JOBS: u64 = 12;
 /// One call in this many has each kind of fault.
 const ONE_IN: u64 = 24;
 
-/// Dispatcher and worker on a narrow broker with a file beside it.
+/// A bus on a narrow broker with a file beside it.
 struct Stage {
     bus: Bus,
     jobs: Jobs,
@@ -29,7 +30,7 @@ struct Stage {
 }
 
 impl Stage {
-    async fn new(seed: u64) -> Self {
+    async fn open(seed: u64) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let clock: Arc<dyn Clock> = Arc::new(SystemClock);
         let faults = Faults::random(seed, 0);
@@ -39,7 +40,19 @@ impl Stage {
         let engine = everbus::compose(broker, store.engine().clone(), clock).await;
         let bus = Bus::with_engine(engine.unwrap(), BusOptions::default()).unwrap();
         let jobs = Jobs::new(bus.clone()).unwrap();
-        Dispatcher::subscribe(&jobs).await.unwrap();
+        Self {
+            bus,
+            jobs,
+            faults,
+            _directory: directory,
+        }
+    }
+
+    /// With a dispatcher and a worker.
+    async fn new(seed: u64) -> Self {
+        let stage = Self::open(seed).await;
+        let jobs = &stage.jobs;
+        Dispatcher::subscribe(jobs).await.unwrap();
         let function = async |task: Task| {
             // Some functions wait, and some do not: their start and end are published in another way.
             if task.request_id.ends_with(['1', '3', '5']) {
@@ -59,13 +72,8 @@ impl Stage {
             .mount()
             .await
             .unwrap();
-        bus.start().await.unwrap();
-        Self {
-            bus,
-            jobs,
-            faults,
-            _directory: directory,
-        }
+        stage.bus.start().await.unwrap();
+        stage
     }
 }
 
@@ -184,4 +192,50 @@ async fn concurrent_adds_and_repeated_jobs_on_a_narrow_broker() {
     .await;
     assert_eq!(events_of::<TaskPending>(jobs).await.len(), 7);
     stage.bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/task-endings: a dead letter of a task that is retried runs it again, also where the store gets its events in any order
+#[tokio::test(flavor = "multi_thread")]
+async fn a_retried_dead_letter_completes_its_task_on_a_narrow_broker() {
+    let stage = Stage::open(1).await;
+    let Stage { bus, jobs, .. } = &stage;
+    let calls = Arc::new(AtomicU32::new(0));
+    let count = calls.clone();
+    let fails_once = move |_: Task| {
+        let call = count.fetch_add(1, Ordering::SeqCst);
+        async move {
+            match call {
+                0 => Err(TaskError::new(ErrorCategory::Network, "no answer")),
+                _ => Ok(Json::empty()),
+            }
+        }
+    };
+    Worker::new(jobs.clone())
+        .any(fails_once)
+        .retry(RetryPolicy::default().max_retries(0))
+        .mount()
+        .await
+        .unwrap();
+    bus.start().await.unwrap();
+    let task = NewTask::new("call", Json::empty()).id("req-1");
+    jobs.submit(task).await.unwrap();
+    let state = async || {
+        jobs.task("req-1")
+            .await
+            .unwrap()
+            .and_then(|task| task.state)
+    };
+    until("the task has failed", async || {
+        let letters = bus.dead_letters().list().await.unwrap();
+        state().await == Some(TaskState::Failed) && letters.len() == 1
+    })
+    .await;
+    let all = everbus::DeadLetterFilter::default();
+    bus.dead_letters().retry_all(all).await.unwrap();
+    until("the task has completed", async || {
+        state().await == Some(TaskState::Completed)
+    })
+    .await;
+    assert_eq!(calls.load(Ordering::SeqCst), 2);
+    bus.shutdown().await.unwrap();
 }
