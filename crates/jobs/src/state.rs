@@ -113,15 +113,16 @@ impl Fold {
         }
         let ended = self.state.is_some_and(TaskState::is_terminal);
         let counts = match (note.kind, note.attempt) {
-            // A start that is stored late does not count: its worker was paused, and another worker has started a later
-            // attempt or has ended this one.
-            (Kind::Started, Some(attempt)) => {
-                attempt > self.attempt || (attempt == self.attempt && !ended)
-            }
+            // The end of a run is final: no other event would end it again. A start may be stored after the end,
+            // because a store beside a broker gets events in another order, or because the ack of the end was lost and
+            // the work was delivered again. A start that is stored after a later start does not count either.
+            (Kind::Started, Some(attempt)) => !ended && attempt >= self.attempt,
             (Kind::Started, None) => true,
-            (Kind::Pending, _) => self
-                .state
-                .is_none_or(|state| state == TaskState::Processing),
+            // With a run number, a second `Task Pending` of the run is stored late.
+            (Kind::Pending, _) => match self.state {
+                None => true,
+                Some(state) => note.run.is_none() && state == TaskState::Processing,
+            },
             _ => !ended,
         };
         if counts {
@@ -460,6 +461,34 @@ mod tests {
             assert!(fold.apply(&note(Kind::Pending, Some(2), false)));
             assert_eq!((fold.state, fold.cancelled), (Some(Pending), false));
         }
+    }
+
+    // conformance: workflow/state-machine: a run ends with its first end, in whatever order a store beside a broker gets its events
+    #[test]
+    fn the_order_of_the_events_of_a_run_does_not_change_its_end() {
+        use Kind as K;
+        let kinds = [K::Pending, K::Started, K::Heartbeat, K::Completed];
+        for shift in 0..kinds.len() {
+            for backwards in [false, true] {
+                let mut order = kinds;
+                order.rotate_left(shift);
+                if backwards {
+                    order.reverse();
+                }
+                let mut fold = Fold::default();
+                for kind in order {
+                    let attempt = (kind == K::Started).then_some(1);
+                    let note = Note {
+                        attempt,
+                        ..note(kind, Some(1), false)
+                    };
+                    fold.apply(&note);
+                }
+                assert_eq!(fold.state, Some(Completed), "{order:?}");
+            }
+        }
+        let late = folded(&[(K::Started, Some(1)), (K::Pending, Some(1))]);
+        assert_eq!(late.state, Some(Processing));
     }
 
     #[test]

@@ -12,7 +12,11 @@ use crate::guard;
 
 /// At most this many events are copied in one step.
 const BATCH: usize = 256;
-const LEASE: Duration = Duration::from_secs(60);
+/// How long a process holds the events that it copies. A process that dies with them holds back everything that
+/// waits for the store, so this is short. If a copy takes longer, the events are copied again, which is harmless.
+const LEASE: Duration = Duration::from_secs(15);
+/// When an event that the store refuses is tried again.
+const REFUSED_PAUSE: Duration = Duration::from_secs(60);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
@@ -100,7 +104,9 @@ async fn one_by_one(store: &dyn Store, batch: Vec<Delivery>) -> Result<Vec<Settl
                         "the store refuses an event; it stays in the broker"
                     );
                 });
-                Verdict::Release { after: LEASE }
+                Verdict::Release {
+                    after: REFUSED_PAUSE,
+                }
             }
         };
         verdicts.push(Settlement::new(delivery.lease, verdict));

@@ -34,6 +34,9 @@ const WITH_ACK: usize = 128;
 const PART: usize = 250;
 /// How long the start of a large job may take.
 const TIMEOUT: Duration = Duration::from_secs(300);
+/// A broker delivers the events of a killed dispatcher to another one after this time. A step that takes longer keeps
+/// its lease, because the bus extends it.
+pub(crate) const LEASE: Duration = Duration::from_secs(30);
 
 /// How often the retention hold is moved forward.
 const RELEASE_EVERY: Duration = Duration::from_secs(600);
@@ -93,6 +96,7 @@ impl Dispatcher {
                 .start_from(StartFrom::First)
                 .name(event_type)
                 .timeout(TIMEOUT)
+                .lease(LEASE)
                 // A broker that is unavailable for an hour must not end a job for good.
                 .retry_with(|policy| policy.max_retries(10_000))
                 .concurrency(64)
@@ -150,7 +154,9 @@ impl Inner {
             next.failed = None;
         }
         let mut half_started = Vec::new();
-        if message.attempt() > 1 {
+        // A broker that does not count the attempts of killed processes calls each delivery the first attempt.
+        let counts_attempts = self.jobs.bus().capabilities().exact_attempts;
+        if message.attempt() > 1 || !counts_attempts {
             half_started = maybe_half_started(graph, event, &about);
         }
         let is_nothing = next.starts.is_empty() && half_started.is_empty();

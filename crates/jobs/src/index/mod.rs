@@ -27,8 +27,8 @@ use crate::handle::readable;
 pub use page::Page;
 pub use query::{JobRow, JobState, TaskFilter};
 
-/// The version of the tables. An index with another version is rebuilt from the events.
-const LAYOUT: i64 = 2;
+/// The version of the tables and of the rules for states. An index with another version is rebuilt from the events.
+const LAYOUT: i64 = 3;
 /// The SQLite application id in the header of the file: `Task` in ASCII.
 const APPLICATION: u32 = 0x5461_736b;
 /// Events per transaction.

@@ -99,9 +99,27 @@ impl Jobs {
         // This check comes before the publish, so that a refused job is not in the log if that can be avoided.
         let index = self.index();
         index.catch_up(self.bus(), None).await?;
-        let known = index.job(self.tenant(), &job_id)?.is_some();
-        if !known && let Some(what) = index.taken(self.tenant(), &created.tasks)? {
+        let known = index.job(self.tenant(), &job_id)?;
+        if known.is_none()
+            && let Some(what) = index.taken(self.tenant(), &created.tasks)?
+        {
             return Err(taken(what));
+        }
+        let submitted = |new| SubmittedJob {
+            job_id: job_id.clone(),
+            request_id: request_id.clone(),
+            total_tasks: graph.len(),
+            new,
+        };
+        // A broker may not know the id of the event any more. The store knows it.
+        if let Some(known) = known
+            && let Some(first) = self.stored(event.id()).await?
+        {
+            return match known.refused {
+                _ if !first.event.same_body(&event) => Err(other_tasks(&job_id)),
+                Some(what) => Err(taken(what)),
+                None => Ok(submitted(false)),
+            };
         }
         self.keep_jobs().await?;
         let receipt = self
@@ -109,10 +127,7 @@ impl Jobs {
             .publish(event)
             .await
             .map_err(|error| match error.code() {
-                Code::IdReused => conflict(format!(
-                    "the job {job_id:?} was submitted before with other tasks"
-                ))
-                .hint("choose another id for the job, or add tasks to it with `everbus job add`"),
+                Code::IdReused => other_tasks(&job_id),
                 _ => error,
             })?;
         self.until_stored(receipt.id()).await?;
@@ -122,12 +137,7 @@ impl Jobs {
         if let Some(what) = row.and_then(|row| row.refused) {
             return Err(taken(what));
         }
-        Ok(SubmittedJob {
-            job_id,
-            request_id,
-            total_tasks: graph.len(),
-            new: !receipt.is_duplicate(),
-        })
+        Ok(submitted(!receipt.is_duplicate()))
     }
 
     /// Adds tasks to a job. A completed job continues with them. Returns how many tasks the job has now.
@@ -201,11 +211,11 @@ impl Jobs {
             if ours.is_some_and(|task| task.job_id.as_deref() == Some(job)) {
                 return Ok(graph.len());
             }
-            // Another job took one of the task ids at the same moment.
-            let what = self.index().taken(self.tenant(), &tasks)?;
-            return Err(taken(
-                what.unwrap_or_else(|| "the tasks could not be added".to_owned()),
-            ));
+            // Another job took one of the task ids at the same moment. If not, the broker does not recognise ids, and
+            // another add with our id was stored first.
+            if let Some(what) = self.index().taken(self.tenant(), &tasks)? {
+                return Err(taken(what));
+            }
         }
         let what = format!("too many others add tasks to the job {job:?}");
         Err(Error::new(Code::Busy, what).hint("try again later"))
@@ -340,6 +350,13 @@ fn prefix(job: &str, tasks: &mut [TaskSpec], of_job: impl Fn(&str) -> bool) {
             }
         }
     }
+}
+
+fn other_tasks(job: &str) -> Error {
+    conflict(format!(
+        "the job {job:?} was submitted before with other tasks"
+    ))
+    .hint("choose another id for the job, or add tasks to it with `everbus job add`")
 }
 
 fn taken(what: String) -> Error {

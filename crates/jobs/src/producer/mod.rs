@@ -53,7 +53,7 @@ impl Jobs {
     }
 
     /// Waits until the store has an event. Only a store beside a broker can be behind.
-    async fn until_stored(&self, id: EventId) -> Result<()> {
+    pub(crate) async fn until_stored(&self, id: EventId) -> Result<()> {
         if self.bus().engine().background.is_none() {
             return Ok(());
         }

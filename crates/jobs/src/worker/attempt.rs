@@ -24,7 +24,8 @@ use crate::events::{
     TaskFailed, TaskHeartbeat, TaskProcessingFailed, TaskStarted, TaskTimeout, Usage,
 };
 use crate::handle::is_copy;
-use crate::{ATTEMPT, Emitter, Jobs, WorkItem};
+use crate::ids::time_in;
+use crate::{ATTEMPT, Emitter, Jobs, WORKERS, WorkItem};
 
 /// A task that ran during this many crashes of workers is taken as their cause, if it ran alone during the last one.
 const CRASHES: usize = 3;
@@ -107,6 +108,8 @@ struct Attempt<'a> {
     context: &'a Context,
     /// Whether a person asked for this delivery. Then attempts are counted from 1 again.
     is_asked_for: bool,
+    /// The id of the event that ends the task with the ack.
+    end_id: EventId,
     /// The limits of a child process. Its time limit also applies to a function.
     limits: ChildLimits,
     max_attempts: u32,
@@ -128,11 +131,10 @@ impl Runner {
         let item = WorkItem::of(event)?;
         let emitter = self.emitter.of(event);
         let cancellations = &self.cancellations;
-        if cancellations
-            .is_cancelled(&self.jobs, &item, message)
-            .await?
-        {
-            return Err(skip("the task was cancelled, or has been started again"));
+        if cancellations.is_over(&self.jobs, &item, message).await? {
+            return Err(skip(
+                "the task was cancelled, has been started again, or has completed",
+            ));
         }
         let limits = self.limits(event, &item.work.name);
         let attempt = Attempt {
@@ -141,6 +143,7 @@ impl Runner {
             emitter,
             context,
             is_asked_for: is_asked_for(message),
+            end_id: end_id(event.id()),
             limits,
             max_attempts: number(event, ATTEMPTS).map_or(context.max_attempts(), |wanted| {
                 context
@@ -219,6 +222,15 @@ impl Runner {
     }
 }
 
+/// The id of the event that ends the task with the ack: the same in every attempt, and for a work message that the
+/// broker stored twice. The id that the bus would derive depends on the number of events before it, and an attempt whose
+/// function waits has published its start already. Then the end could get the id of a start that a killed worker stored,
+/// and would be taken for its duplicate.
+fn end_id(work: EventId) -> EventId {
+    let time = time_in(&work.to_string()).unwrap_or(Timestamp::EPOCH);
+    EventId::derived(work, time, WORKERS, "end", 0)
+}
+
 /// A number in the metadata of a work message.
 fn number(event: &Event, key: &str) -> Option<u64> {
     event.metadata().get(key)?.parse().ok()
@@ -252,7 +264,11 @@ impl Attempt<'_> {
         let begun = self.started(&work);
         match self.ended_at_once(&mut work, started) {
             // The start and the end are published in one step with the ack.
-            Ok(Some(finished)) => return self.settle(Some(begun), finished),
+            Ok(Some(finished)) if !self.is_asked_for => return self.settle(Some(begun), finished),
+            Ok(Some(finished)) => {
+                self.publish_start(begun).await?;
+                return self.settle(None, finished);
+            }
             Ok(None) => {}
             Err(panic) => {
                 // The bus records the panic. The start of the attempt is still published.
@@ -262,7 +278,7 @@ impl Attempt<'_> {
         }
         let limit = self.limits.timeout.saturating_add(self.limits.grace);
         self.context.extend(limit.saturating_add(MARGIN));
-        bus.publish(begun).await?;
+        self.publish_start(begun).await?;
         let mut cancelled =
             std::pin::pin!(self.runner.cancellations.wait(&self.emitter, &self.item));
         let mut shutdown = std::pin::pin!(async {
@@ -303,6 +319,17 @@ impl Attempt<'_> {
             }
         };
         self.settle(None, finished)
+    }
+
+    /// Publishes the start of the attempt. A start that a person asked for opens an ended run again, so a store beside
+    /// the broker must have it before the end of the attempt.
+    async fn publish_start(&self, begun: EventBuilder) -> Result<(), HandlerError> {
+        let jobs = &self.runner.jobs;
+        let receipt = jobs.bus().publish(begun).await?;
+        if self.is_asked_for {
+            jobs.until_stored(receipt.id()).await?;
+        }
+        Ok(())
     }
 
     /// The end of a function that never waits: one poll completes it. `None` for a child, or for a function that waits.
@@ -417,8 +444,8 @@ impl Attempt<'_> {
         begun: Option<EventBuilder>,
         finished: Finished,
     ) -> Result<Outcome, HandlerError> {
-        let acked = |begun: Option<EventBuilder>, event| {
-            let mut events = begun.into_iter().chain([event]);
+        let acked = |begun: Option<EventBuilder>, event: EventBuilder| {
+            let mut events = begun.into_iter().chain([event.id(self.end_id)]);
             events.try_fold(Outcome::default(), Outcome::publish)
         };
         let Finished {

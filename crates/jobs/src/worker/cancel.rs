@@ -1,6 +1,7 @@
 //! The cancelled runs of tasks. Each worker process reads all cancels: a cancelled task must not start, and a running
 //! one is stopped.
 
+use std::cmp::Ordering;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use everbus::{Cursor, Event, Message, Result, TypedEvent};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use crate::events::{ErrorCategory, TaskFailed};
+use crate::events::{ErrorCategory, TaskFailed, TaskState};
 use crate::{DEFAULT_TENANT, Emitter, Jobs, WorkItem, run_of};
 
 /// With this many known cancels, the older half is dropped. For older work messages the state of the task is looked up.
@@ -86,9 +87,10 @@ impl Cancellations {
         Ok(())
     }
 
-    /// Whether the run was cancelled, or a later run has replaced it. Called before the work begins. A cancel that is
-    /// published at this moment may be missed here; then [`wait`](Self::wait) returns at once.
-    pub(super) async fn is_cancelled(
+    /// Whether the run must not begin: it was cancelled, a later run has replaced it, or it has completed. Called before
+    /// the work begins. A cancel that is published at this moment may be missed here; then [`wait`](Self::wait) returns
+    /// at once.
+    pub(super) async fn is_over(
         &self,
         jobs: &Jobs,
         item: &WorkItem,
@@ -114,8 +116,16 @@ impl Cancellations {
         // The state decides. A cancel that came after the end of the run has no effect on a later delivery of the run.
         let jobs = jobs.for_tenant(tenant);
         let task = jobs.task(&item.work.request_id).await?;
-        let is_over = task
-            .is_some_and(|task| task.run > item.run || (task.cancelled && task.run == item.run));
+        let is_over = task.is_some_and(|task| match task.run.cmp(&item.run) {
+            Ordering::Greater => true,
+            // A broker delivers work again if the ack of its end was lost, or if the work was stored twice. A failed
+            // run goes on: its dead letter may be missing.
+            Ordering::Equal => {
+                let completed = task.state == Some(TaskState::Completed);
+                task.cancelled || (completed && !is_asked_for(message))
+            }
+            Ordering::Less => false,
+        });
         if !is_over && let Some(heard) = heard {
             let mut known = self.known.lock();
             // Another cancel may have arrived meanwhile: it is kept.

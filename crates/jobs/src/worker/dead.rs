@@ -10,6 +10,7 @@ use serde::Deserialize;
 use super::DEAD_WORK;
 use super::attempt::LONGEST_ERROR;
 use super::classify::cut;
+use crate::dispatcher::LEASE;
 use crate::events::{ErrorCategory, FailureSource, TASK, TaskCompleted, TaskFailed, TaskTimeout};
 use crate::handle::is_copy;
 use crate::ids::Parts;
@@ -43,7 +44,13 @@ pub(super) async fn mount(jobs: &Jobs) -> Result<()> {
     let subscription = bus
         .subscribe(everbus::core::DEAD_LETTER_EVENT)
         .group(DEAD_WORK);
-    subscription.name("dead work").handler(handle).await?;
+    subscription
+        .name("dead work")
+        .lease(LEASE)
+        // A store that is unavailable for an hour must not leave a task without an end.
+        .retry_with(|policy| policy.max_retries(10_000))
+        .handler(handle)
+        .await?;
     Ok(())
 }
 

@@ -23,6 +23,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use everbus::core::Deduplication;
 use everbus::{Code, Context, Error, Message, Result, RetryPolicy, StartFrom};
 use serde::Serialize;
 
@@ -245,6 +246,10 @@ impl Worker {
             .timeout(lease);
         if let Some(policy) = retry {
             subscription = subscription.retry(policy);
+        }
+        if bus.capabilities().deduplication != Deduplication::WhileRetained {
+            // The broker may store the work of a task twice.
+            subscription = subscription.idempotent();
         }
         let run = move |message: Message, context: Context| {
             let runner = runner.clone();

@@ -1,5 +1,5 @@
 //! Jobs on brokers that keep no history, with a file beside them that does:
-//! `cargo test -p everbus-jobs --features nats,redis --test it beside`.
+//! `cargo test -p everbus-jobs --all-features --test it beside`; with `EVERBUS_KAFKA=1` on Kafka too.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -120,4 +120,17 @@ async fn a_diamond_completes_on_redis_with_a_file_beside_it() {
         return;
     };
     diamonds_complete(&server.fresh_database()).await;
+}
+
+// conformance: workflow/job-engines: a job runs on Kafka with a file beside it; without the file it is refused with a hint
+// needs: Kafka
+#[cfg(feature = "kafka")]
+#[tokio::test(flavor = "multi_thread")]
+async fn a_diamond_completes_on_kafka_with_a_file_beside_it() {
+    use everbus_testkit::servers::Kafka;
+    if !Kafka::is_asked_for() {
+        return;
+    }
+    let server = Kafka::shared().expect("no Kafka here");
+    diamonds_complete(&server.fresh_space()).await;
 }

@@ -3,7 +3,7 @@
 //!
 //! A short run is a part of every test run. `EVERBUS_JOBS_CAMPAIGN=200 cargo test -p everbus-jobs --test it crash --
 //! --nocapture` runs 200 jobs of each kind. `EVERBUS_SEED` repeats one. With `--all-features` and `EVERBUS_JOBS_ENGINE=postgres`
-//! it runs on PostgreSQL; with `nats` or `redis` on that broker with a file beside it.
+//! it runs on PostgreSQL; with `nats`, `redis` or `kafka` on that broker with a file beside it.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -12,13 +12,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use everbus::{Bus, Message, StartFrom, TypedEvent};
-use everbus_jobs::events::{JobCompleted, Json, TaskCompleted, TaskPending, TaskState, Work};
+use everbus::{Bus, TypedEvent};
+use everbus_jobs::events::{
+    ErrorCategory, JobCompleted, Json, TaskCompleted, TaskPending, TaskState, TaskStatuses, Work,
+};
 use everbus_jobs::worker::child::ChildCommand;
-use everbus_jobs::{Dispatcher, JobState, Jobs, NewTask, WORK, WORKERS, WorkItem, Worker};
+use everbus_jobs::{Dispatcher, JobState, Jobs, NewTask, Task, TaskError, WORK, Worker};
 
 use crate::random_jobs::{Random, model, random_job};
-use crate::support::{answer, events_of, job, until};
+use crate::support::{events_of, job, until};
 
 async fn open(directory: &Path) -> Jobs {
     let file = format!("sqlite:{}", directory.join("events.db").display());
@@ -54,12 +56,23 @@ fn engine(name: &str) -> Option<String> {
                 everbus_testkit::servers::Redis::shared(everbus_testkit::servers::Flavour::Redis);
             Some(server.expect("no Redis here").fresh_database())
         }
+        #[cfg(feature = "kafka")]
+        "kafka" => Some(
+            everbus_testkit::servers::Kafka::shared()
+                .expect("no Kafka here, or EVERBUS_KAFKA is not set")
+                .fresh_space(),
+        ),
         other => panic!("this build has no engine {other}"),
     }
 }
 
 /// How many tasks a worker runs at once.
 const CONCURRENCY: usize = 4;
+/// The heartbeat of a worker. A broker notices by its lease that a worker died, which lasts for three of them.
+const HEARTBEAT: Duration = Duration::from_secs(2);
+/// The campaign fails if no task begins or ends for this long after the last kill. On a broker an event may wait for the
+/// leases of a killed worker (6 s), archive (15 s) and dispatcher (30 s), one after another.
+const STUCK: Duration = Duration::from_secs(120);
 
 /// The child of a task: says who it is, works for a moment, and says that it has come to its end. The file `long` makes
 /// it work for a quarter of an hour.
@@ -123,15 +136,15 @@ async fn crash_process() {
         }
         "children" => {
             let heartbeat = std::fs::read_to_string(directory.join("heartbeat"));
-            let heartbeat = heartbeat.map_or(2000, |text| text.parse().unwrap());
-            let heartbeat = Duration::from_millis(heartbeat);
+            let heartbeat = heartbeat.map_or(HEARTBEAT, |text| {
+                Duration::from_millis(text.parse().unwrap())
+            });
             let command = ChildCommand::new("sh")
                 .args([OsString::from("-c"), CHILD.into()])
                 .directory(&directory);
             Worker::new(jobs.clone())
                 .command(command)
                 .concurrency(CONCURRENCY)
-                // Where a dead worker is noticed by its lease, this lasts for three of them.
                 .heartbeat(heartbeat)
                 .retry(everbus::RetryPolicy::default().max_retries(10_000))
                 .mount()
@@ -142,29 +155,29 @@ async fn crash_process() {
         }
         _ => {
             let ran = directory.join("ran");
-            let jobs_of = jobs.clone();
-            jobs.bus()
-                .subscribe(WORK)
-                .group(WORKERS)
-                .start_from(StartFrom::First)
-                .concurrency(CONCURRENCY)
-                .prefetch(CONCURRENCY)
-                .retry_with(|policy| policy.max_retries(10_000))
-                .handler(move |message: Message| {
-                    let (jobs, ran) = (jobs_of.clone(), ran.clone());
-                    async move {
-                        let outcome = answer(&jobs, &message).await?;
-                        let item = WorkItem::of(message.event())?;
-                        tokio::time::sleep(Duration::from_millis(1)).await;
-                        // A run to its end, whether or not it is acknowledged.
-                        let mut file = std::fs::File::options()
-                            .create(true)
-                            .append(true)
-                            .open(ran)?;
-                        writeln!(file, "{}", item.work.request_id)?;
-                        Ok::<_, everbus::HandlerError>(outcome)
+            let function = move |task: Task| {
+                let ran = ran.clone();
+                async move {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                    // A run to its end, whether or not it is acknowledged.
+                    let mut file = std::fs::File::options()
+                        .create(true)
+                        .append(true)
+                        .open(ran)?;
+                    writeln!(file, "{}", task.request_id)?;
+                    if task.input.get().contains("true") {
+                        let error = "it was asked to";
+                        return Err(TaskError::new(ErrorCategory::Validation, error));
                     }
-                })
+                    Ok(Json::empty())
+                }
+            };
+            Worker::new(jobs.clone())
+                .any(function)
+                .concurrency(CONCURRENCY)
+                .heartbeat(HEARTBEAT)
+                .retry(everbus::RetryPolicy::default().max_retries(10_000))
+                .mount()
                 .await
                 .unwrap();
             jobs.bus().start().await.unwrap();
@@ -360,6 +373,27 @@ async fn a_worker_that_stands_still_loses_its_task() {
     jobs.bus().shutdown().await.unwrap();
 }
 
+/// What is known of the jobs that have not ended.
+async fn stuck(jobs: &Jobs, open: &BTreeMap<String, TaskStatuses>) -> String {
+    let mut text = format!("{} jobs have not ended\n", open.len());
+    for (job, states) in open {
+        text.push_str(&format!("{job}: {states:?}\n"));
+        for task in states.keys() {
+            let history = jobs.task_history(task).await.unwrap();
+            let events = history.iter().map(|record| {
+                let attempt = record.event.metadata().get(everbus_jobs::ATTEMPT);
+                let kind = record.event.event_type();
+                format!("{} {kind} {attempt:?}", record.position)
+            });
+            text.push_str(&format!("  {task}: {:?}\n", events.collect::<Vec<_>>()));
+        }
+    }
+    for group in jobs.bus().groups().await.unwrap() {
+        text.push_str(&format!("{}: {:?}\n", group.name, group.lag()));
+    }
+    text
+}
+
 async fn campaign(worker: &'static str, usual: u64) {
     let env = |name: &str| {
         std::env::var(name)
@@ -389,6 +423,7 @@ async fn campaign(worker: &'static str, usual: u64) {
     ];
     let mut kills = BTreeMap::from([("producer", 0_usize), ("dispatcher", 0), (worker, 0)]);
     let begin = Instant::now();
+    let mut progress = (BTreeMap::new(), begin);
     // Kills go on for a while and then stop, so that the end is reached on any machine.
     let killing = Duration::from_secs(10 + count / 4);
     loop {
@@ -407,18 +442,21 @@ async fn campaign(worker: &'static str, usual: u64) {
             .try_wait()
             .unwrap()
             .is_some_and(|status| status.success());
-        let mut open = 0;
+        let mut open = BTreeMap::new();
         for row in &all {
-            open += usize::from(jobs.job(&row.job_id).await.unwrap().state == JobState::Running);
+            let status = jobs.job(&row.job_id).await.unwrap();
+            if status.state == JobState::Running {
+                open.insert(row.job_id.clone(), status.task_statuses);
+            }
         }
-        if submitted && all.len() as u64 == count && open == 0 {
+        if submitted && all.len() as u64 == count && open.is_empty() {
             break;
         }
-        assert!(
-            begin.elapsed() < Duration::from_secs(600),
-            "seed {seed}: {open} of {} jobs have not ended",
-            all.len()
-        );
+        if open != progress.0 || begin.elapsed() < killing {
+            progress = (open, Instant::now());
+        } else if progress.1.elapsed() > STUCK {
+            panic!("seed {seed}: {}", stuck(&jobs, &progress.0).await);
+        }
         if begin.elapsed() > killing {
             // Only what has ended by itself is started again.
             for process in &mut processes {
@@ -447,6 +485,12 @@ async fn campaign(worker: &'static str, usual: u64) {
     let wanted = (0..count).filter(|n| completed(*n)).count();
     until("every end is told", async || {
         events_of::<JobCompleted>(&jobs).await.len() >= wanted
+    })
+    .await;
+    // The store beside a broker may get the start of a task after its end.
+    until("the store has all events", async || {
+        let lag = everbus::archive_lag(jobs.bus().engine()).await.unwrap();
+        lag.is_none_or(|lag| lag.unsettled() == 0)
     })
     .await;
     drop(processes);

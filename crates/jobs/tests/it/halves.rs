@@ -1,24 +1,31 @@
 //! An engine that stores events one by one: no task is left with `Task Pending` and without its work.
 
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use everbus::core::{Appended, BoxFuture, Broker, BrokerLayer, Capabilities};
-use everbus::{Bus, Clock as _, Code, Error, Event, ManualClock, Result, TypedEvent as _};
+use everbus::core::{
+    Appended, BoxFuture, Broker, BrokerLayer, Capabilities, ConsumeOptions, Consumer,
+};
+use everbus::{
+    Bus, Clock as _, Code, Error, Event, GroupName, ManualClock, Result, TypedEvent as _,
+};
 use everbus_jobs::events::{
     ErrorCategory, FailureSource, JobFailureDetected, Json, TaskFailed, TaskPending, Work,
 };
 use everbus_jobs::schedule::{Action, Missed, Scheduler, Schedules, StoredSchedule};
-use everbus_jobs::{Dispatcher, Jobs, NewTask, Origin};
+use everbus_jobs::{DISPATCHER, Dispatcher, Jobs, NewTask, Origin};
 use serde_json::json;
 
 use crate::support::{events_of, job, task, until};
 
-/// Refuses the work of tasks, and stores what comes with it.
+/// Refuses the work of tasks, and stores what comes with it. Attempts are not counted.
 struct Split {
     inner: Arc<dyn Broker>,
     refuses: Arc<AtomicBool>,
+    /// The lease of each group that consumes.
+    leases: Arc<Mutex<HashMap<String, Duration>>>,
 }
 
 impl BrokerLayer for Split {
@@ -27,7 +34,8 @@ impl BrokerLayer for Split {
     }
 
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities().atomic_batch(false)
+        let offers = self.inner.capabilities();
+        offers.atomic_batch(false).exact_attempts(false)
     }
 
     fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
@@ -43,24 +51,47 @@ impl BrokerLayer for Split {
             Ok(answers)
         })
     }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>>> {
+        let mut leases = self.leases.lock().unwrap();
+        leases.insert(group.to_string(), options.lease);
+        self.inner.consume(group, options)
+    }
 }
 
-async fn split() -> (Jobs, Arc<AtomicBool>) {
+/// A bus on a [`Split`] broker.
+struct Halves {
+    jobs: Jobs,
+    refuses: Arc<AtomicBool>,
+    leases: Arc<Mutex<HashMap<String, Duration>>>,
+}
+
+async fn split() -> Halves {
     split_at(everbus::SystemClock).await
 }
 
-async fn split_at(clock: impl everbus::Clock + Clone) -> (Jobs, Arc<AtomicBool>) {
+async fn split_at(clock: impl everbus::Clock + Clone) -> Halves {
     let bus = Bus::builder().clock(clock.clone()).open("memory:");
     let bus = bus.await.unwrap();
     let mut engine = bus.engine().clone();
     let refuses = Arc::new(AtomicBool::new(true));
+    let leases = Arc::default();
     engine.broker = Arc::new(Split {
         inner: engine.broker.clone(),
         refuses: refuses.clone(),
+        leases: Arc::clone(&leases),
     });
     let bus = Bus::builder().clock(clock.clone()).with_engine(engine);
-    let jobs = Jobs::builder().clock(clock).open(bus.unwrap());
-    (jobs.unwrap(), refuses)
+    let jobs = Jobs::builder().clock(clock).open(bus.unwrap()).unwrap();
+    Halves {
+        jobs,
+        refuses,
+        leases,
+    }
 }
 
 fn failed(id: &str, job: Option<&str>) -> TaskFailed {
@@ -77,7 +108,7 @@ fn failed(id: &str, job: Option<&str>) -> TaskFailed {
 // conformance: workflow/task-work: a task whose work was not stored is stored as a whole when it is submitted or retried again
 #[tokio::test]
 async fn a_request_that_failed_half_way_is_finished_by_the_next_one() {
-    let (jobs, refuses) = split().await;
+    let Halves { jobs, refuses, .. } = split().await;
     let task = || NewTask::new("scrape", Json::of(&json!({"n": 1})).unwrap()).id("req-1");
     assert!(jobs.submit(task()).await.is_err());
     assert_eq!(events_of::<TaskPending>(&jobs).await.len(), 1);
@@ -106,7 +137,7 @@ async fn a_request_that_failed_half_way_is_finished_by_the_next_one() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dispatcher_that_failed_half_way_goes_on_there() {
     const ROOTS: usize = 130;
-    let (jobs, refuses) = split().await;
+    let Halves { jobs, refuses, .. } = split().await;
     Dispatcher::subscribe(&jobs).await.unwrap();
     jobs.bus().start().await.unwrap();
     let tasks = (0..ROOTS).map(|n| task(&format!("t{n}"), &[])).collect();
@@ -133,12 +164,45 @@ async fn a_dispatcher_that_failed_half_way_goes_on_there() {
     jobs.bus().shutdown().await.unwrap();
 }
 
+// conformance: workflow/job-ids: a dispatcher that was killed between Task Pending and the work: the next one stores the work, also where the broker calls each delivery the first attempt
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dispatcher_that_was_killed_half_way_is_followed_by_another() {
+    let Halves {
+        jobs,
+        refuses,
+        leases,
+    } = split().await;
+    refuses.store(false, Ordering::SeqCst);
+    let tasks = vec![task("a", &[]), task("b", &[]), task("c", &["a"])];
+    jobs.submit_job(job("j", tasks)).await.unwrap();
+    // The killed dispatcher has stored this, and nothing else.
+    let pending = TaskPending {
+        request_id: "a".to_owned(),
+        job_id: Some("j".to_owned()),
+        name: "work-a".to_owned(),
+        depends_on: Some(Vec::new()),
+    };
+    let emitter = jobs.emitter(Origin::Dispatcher);
+    let event = emitter.event_of_run(&pending, Some("j"), 1);
+    jobs.bus().publish(event).await.unwrap();
+    Dispatcher::subscribe(&jobs).await.unwrap();
+    jobs.bus().start().await.unwrap();
+    until("both roots have their work", async || {
+        events_of::<Work>(&jobs).await.len() == 2
+    })
+    .await;
+    // A broker gives the events of a killed dispatcher to another one after its lease.
+    let lease = leases.lock().unwrap()[DISPATCHER];
+    assert!(lease <= Duration::from_secs(30), "{lease:?}");
+    jobs.bus().shutdown().await.unwrap();
+}
+
 // conformance: framework/schedule-failures: a task whose work was not stored gets it with the next tick, so that the schedule goes on
 #[tokio::test]
 async fn a_schedule_that_failed_half_way_goes_on() {
     let minute = Duration::from_secs(60);
     let clock = ManualClock::new("2026-11-17T20:00:30Z".parse().unwrap());
-    let (jobs, refuses) = split_at(clock.clone()).await;
+    let Halves { jobs, refuses, .. } = split_at(clock.clone()).await;
     let schedule = StoredSchedule {
         name: "report".to_owned(),
         cron: "* * * * *".to_owned(),

@@ -8,7 +8,7 @@
 )]
 
 mod alerts;
-#[cfg(any(feature = "nats", feature = "redis"))]
+#[cfg(any(feature = "kafka", feature = "nats", feature = "redis"))]
 mod beside;
 mod crash;
 mod dispatching;
@@ -16,6 +16,7 @@ mod golden;
 mod halves;
 mod health;
 mod keeping;
+mod narrow;
 #[cfg(feature = "postgres")]
 mod postgres;
 mod producing;

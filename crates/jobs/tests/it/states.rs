@@ -310,17 +310,13 @@ async fn a_start_that_comes_late_does_not_reopen_a_finished_run() {
     };
     let event = emitter.event_of_run(&completed, None, 1);
     jobs.bus().publish(event).await.unwrap();
-    for attempt in [1, 2] {
+    // A later attempt does not count either: the ack of the end was lost. Its own end has the same id, so no other event
+    // would end the run again.
+    for attempt in [1, 2, 3] {
         start("first", Some(attempt)).await;
         assert_eq!(seen().await, (TaskState::Completed, "second".into()));
     }
-    // A later attempt, and one that a person asked for, open the run again.
-    start("third", Some(3)).await;
-    assert_eq!(seen().await, (TaskState::Processing, "third".into()));
-    jobs.bus()
-        .publish(emitter.event_of_run(&completed, None, 1))
-        .await
-        .unwrap();
+    // A start that a person asked for opens the run again.
     start("asked", None).await;
     assert_eq!(seen().await, (TaskState::Processing, "asked".into()));
 }

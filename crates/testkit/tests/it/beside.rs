@@ -1,12 +1,14 @@
 //! A store beside a broker: what the store knows of events that the broker moves.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use everbus::{Bus, BusOptions, HandlerError, RetryPolicy, Router, archive_lag, to};
 use everbus_core::{
-    Clock, Code, ConsumeOptions, Consumer, Delivery, Engine, Event, EventKey, Failure, FailureKind,
-    GroupName, GroupSpec, ManualClock, Pattern, Settlement, SubscriptionSpec, SystemClock, Verdict,
+    BoxFuture, Broker, BrokerLayer, Clock, Code, ConsumeOptions, Consumer, Delivery, Engine, Error,
+    Event, EventKey, Failure, FailureKind, GroupName, GroupSpec, ManualClock, Pattern, Settlement,
+    SubscriptionSpec, SystemClock, Verdict,
 };
 use everbus_testkit::narrow::{self, Faults};
 
@@ -85,6 +87,57 @@ async fn an_addressed_event_is_archived_too() {
     for id in ids {
         assert_eq!(bus.lookup().unwrap().find(id).await.unwrap().len(), 1);
     }
+    bus.shutdown().await.unwrap();
+}
+
+/// Notes the lease of each group that consumes.
+struct Leases {
+    inner: Arc<dyn Broker>,
+    noted: Arc<Mutex<HashMap<GroupName, Duration>>>,
+}
+
+impl BrokerLayer for Leases {
+    fn inner(&self) -> &dyn Broker {
+        &*self.inner
+    }
+
+    fn consume(
+        &self,
+        group: GroupName,
+        options: ConsumeOptions,
+    ) -> BoxFuture<'_, Result<Box<dyn Consumer>, Error>> {
+        let mut noted = self.noted.lock().unwrap();
+        noted.insert(group.clone(), options.lease);
+        self.inner.consume(group, options)
+    }
+}
+
+// conformance: contract/beside-archive: The events that a killed process was copying reach the store within seconds: the lease of the archive is short.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_killed_process_holds_its_events_back_from_the_store_for_seconds_only() {
+    let dir = tempfile::tempdir().unwrap();
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock);
+    let mut broker = narrow::open(&clock, 2, Faults::none()).unwrap();
+    let noted = Arc::default();
+    broker.broker = Arc::new(Leases {
+        inner: broker.broker.clone(),
+        noted: Arc::clone(&noted),
+    });
+    let options = everbus_sqlite::Options::default();
+    let store = everbus_sqlite::open(&dir.path().join("store.db"), options).unwrap();
+    let engine = everbus::compose(broker, store, clock).await.unwrap();
+    let bus = Bus::with_engine(engine, BusOptions::default()).unwrap();
+    bus.start().await.unwrap();
+    let archive: GroupName = everbus::ARCHIVE.parse().unwrap();
+    let give_up = Instant::now() + DEADLINE;
+    let lease = loop {
+        if let Some(lease) = noted.lock().unwrap().get(&archive) {
+            break *lease;
+        }
+        assert!(Instant::now() < give_up, "the archive does not start");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    };
+    assert!(lease <= Duration::from_secs(20), "{lease:?}");
     bus.shutdown().await.unwrap();
 }
 

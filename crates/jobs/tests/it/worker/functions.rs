@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use everbus::RetryPolicy;
-use everbus_jobs::events::{ErrorCategory, TaskState, Usage};
+use everbus::{EventId, RetryPolicy, Timestamp};
+use everbus_jobs::events::{ErrorCategory, Json, TaskCompleted, TaskState, Usage, Work};
 use everbus_jobs::worker::child::ChildLimits;
-use everbus_jobs::{Task, TaskError, Worker};
+use everbus_jobs::{Origin, Task, TaskError, WORKERS, Worker};
 use serde_json::{Value, json};
 
 use super::{Stage, types};
@@ -282,5 +282,62 @@ async fn copies_of_a_replay_change_nothing() {
         })
         .await;
     assert_eq!(calls.load(Ordering::SeqCst), 2, "each task ran once");
+    stage.bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/task-lock: work that a broker delivers once more after its task has completed is not run again
+#[tokio::test]
+async fn work_of_a_task_that_has_completed_is_skipped() {
+    let stage = Stage::new().await;
+    for name in ["ended", "open"] {
+        stage.submit(name, "{}").await;
+    }
+    // The worker before was killed between `Task Completed` and the ack.
+    let completed = TaskCompleted {
+        request_id: "req-ended".to_owned(),
+        job_id: None,
+        output: Json::empty(),
+        duration_ms: 1,
+        exit_code: 0,
+        usage: None,
+    };
+    let emitter = stage.jobs.emitter(Origin::Worker);
+    let event = emitter.event_of_run(&completed, None, 1);
+    stage.bus.publish(event).await.unwrap();
+    let ran = Arc::new(AtomicU32::new(0));
+    let count = ran.clone();
+    let worker = worker(&stage).any(move |_: Task| {
+        count.fetch_add(1, Ordering::SeqCst);
+        async { Ok::<_, TaskError>(()) }
+    });
+    stage.start(worker.concurrency(1)).await;
+    // Its work comes later.
+    stage.ended("req-open").await;
+    let events = ["Task Pending", "Task Completed"];
+    assert_eq!(types(&stage.history("req-ended").await), events);
+    stage.bus.shutdown().await.unwrap();
+    assert_eq!(ran.load(Ordering::SeqCst), 1);
+}
+
+// conformance: workflow/task-endings: the end of a task has the same id in each attempt, whether or not its start was published before it
+#[tokio::test]
+async fn the_id_of_an_end_does_not_depend_on_the_events_before_it() {
+    let stage = Stage::new().await;
+    let worker = worker(&stage)
+        .handler("at-once", async |_: Task| Ok::<_, TaskError>(()))
+        .handler("waits", async |_: Task| {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            Ok::<_, TaskError>(())
+        });
+    stage.start(worker).await;
+    for name in ["at-once", "waits"] {
+        let events = stage.run(name, "{}").await;
+        assert_eq!(events.len(), 3);
+        let work = crate::support::events_of::<Work>(&stage.jobs).await;
+        let work = work.last().unwrap();
+        let id = EventId::derived(work.event.id(), Timestamp::EPOCH, WORKERS, "end", 0);
+        let history = stage.jobs.task_history(&format!("req-{name}")).await;
+        assert_eq!(history.unwrap()[2].event.id(), id, "{name}");
+    }
     stage.bus.shutdown().await.unwrap();
 }
