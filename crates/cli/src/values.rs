@@ -1,5 +1,7 @@
 //! Parsers for the values of options and arguments. Times are in `when`.
 
+use std::net::{Ipv4Addr, SocketAddr};
+
 use everbus::Dialect;
 use everbus_core::{
     AuditHead, DeadLetterKey, Entity, Error, GroupName, PageCursor, Pattern, Shard,
@@ -13,6 +15,24 @@ pub(crate) fn parse_pair(text: &str) -> Result<(String, String), String> {
         Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
         _ => Err(format!("{text:?} is not KEY=VALUE")),
     }
+}
+
+/// Reads an address with a port. `localhost` is 127.0.0.1.
+pub(crate) fn parse_listen(text: &str) -> Result<SocketAddr, String> {
+    let loopback = text.strip_prefix("localhost:");
+    let parsed = match loopback {
+        Some(port) => port
+            .parse::<u16>()
+            .map(|port| (Ipv4Addr::LOCALHOST, port).into())
+            .map_err(|_| ()),
+        None => text.parse().map_err(|_| ()),
+    };
+    parsed.map_err(|()| {
+        format!(
+            "{text:?} is not an IP address with a port, such as 127.0.0.1:7770, or 0.0.0.0:7770 for every address of \
+             this machine"
+        )
+    })
 }
 
 pub(crate) fn parse_entity(text: &str) -> Result<Entity, String> {

@@ -85,12 +85,18 @@ if (button && rows) {
 document.addEventListener("click", async (event) => {
   const replay = event.target.closest("[data-replay]");
   if (!replay) return;
+  const groups = [...document.querySelectorAll("[data-handled-by]")].map((group) => group.dataset.handledBy);
   const input = document.createElement("input");
   input.placeholder = "the name of a group";
   input.setAttribute("aria-label", "Group");
+  input.setAttribute("list", "replay-groups");
+  if (groups.length === 1) input.value = groups[0];
+  const names = document.createElement("datalist");
+  names.id = "replay-groups";
+  names.append(...groups.map((group) => new Option(group)));
   const text = document.createElement("p");
   text.textContent = "The event runs again in this group, even if the group has handled it. The group must be able to handle it twice.";
-  if (!(await ask({ title: "Replay this event?", body: [text, input], yes: "Replay" }))) return;
+  if (!(await ask({ title: "Replay this event?", body: [text, input, names], yes: "Replay" }))) return;
   const group = input.value.trim();
   if (group === "") return toast("A replay needs the name of a group.", true);
   const body = { id: replay.dataset.replay, group };

@@ -33,7 +33,7 @@ export function showGroups(groups) {
     figure("behind", number(group.behind));
     figure("in_flight", number(group.in_flight));
     figure("retrying", number(group.waiting));
-    figure("oldest", millis(group.behind_ms));
+    figure("oldest", group.behind_ms === 0 ? "–" : millis(group.behind_ms));
     figure("dead", number(group.dead_letters));
     const dead = row.querySelector('[data-figure="dead"]');
     dead?.classList.toggle("bad", group.dead_letters > 0);

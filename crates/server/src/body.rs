@@ -94,7 +94,7 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Params<T> {
             let what = text
                 .split_once(": ")
                 .map_or(text.as_str(), |(_, what)| what);
-            Problem::bad_request(format!("the query cannot be read: {what}"))
+            unreadable("query", what)
         })?;
         let Query(value) = query;
         Ok(Self(value))
@@ -103,8 +103,18 @@ impl<T: DeserializeOwned, S: Sync> FromRequestParts<S> for Params<T> {
 
 /// Parses JSON. The error names the line and column.
 pub(crate) fn from_json<'a, T: Deserialize<'a>>(bytes: &'a [u8]) -> Result<T, Problem> {
-    serde_json::from_slice(bytes)
-        .map_err(|e| Problem::bad_request(format!("the body cannot be read: {e}")))
+    serde_json::from_slice(bytes).map_err(|e| unreadable("body", &e.to_string()))
+}
+
+/// The problem of a query or body with a field that cannot be read. The error is that of the parser.
+fn unreadable(which: &str, error: &str) -> Problem {
+    let error = error.replace("InvalidSetting: ", "");
+    let error = error.replace("invalid digit found in string", "not a whole number");
+    let problem = Problem::bad_request(format!("the {which} cannot be read: {error}"));
+    match error.contains("is not a time") {
+        true => problem.hint("a time is written 2026-01-31T12:00:00Z"),
+        false => problem,
+    }
 }
 
 /// The error for a content type that is not supported.
@@ -112,7 +122,7 @@ pub(crate) fn unsupported(given: &str, wanted: &str) -> Problem {
     let what = if given.is_empty() {
         "the body has no content type".to_owned()
     } else {
-        format!("a body of type {given:?}")
+        format!("the server does not read a body of type {given:?} here")
     };
     let near = nearest(given, wanted.split(", "));
     let hint = near.map_or(format!("send {wanted}"), |near| format!("send {near}"));

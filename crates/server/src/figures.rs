@@ -76,6 +76,8 @@ pub(crate) struct GroupFigures {
     pub(crate) waiting: u64,
     pub(crate) dead_letters: u64,
     pub(crate) behind_ms: u64,
+    /// Whether the group belongs to one process and ends with it.
+    pub(crate) ephemeral: bool,
     /// The number of unsettled events in each sample of the last two minutes.
     pub(crate) spark: Vec<u64>,
 }
@@ -228,6 +230,7 @@ impl Figures {
                 waiting: group.waiting,
                 dead_letters: group.dead_letters,
                 behind_ms: u64::try_from(group.behind_for.as_millis()).unwrap_or(u64::MAX),
+                ephemeral: group.ephemeral,
                 spark: spark
                     .map(|past| past.iter().copied().collect())
                     .unwrap_or_default(),

@@ -129,7 +129,8 @@ where
 pub(crate) fn acceptor(tls: &Tls) -> Result<TlsAcceptor> {
     let bad = |what: &str, path: &std::path::Path, error: &dyn std::fmt::Display| {
         let what = format!("the {what} {} cannot be used: {error}", path.display());
-        Error::new(Code::InvalidSetting, what).hint("server.tls names two files in PEM")
+        Error::new(Code::InvalidSetting, what)
+            .hint("the certificate and its key are two files in PEM")
     };
     let chain: Vec<_> = CertificateDer::pem_file_iter(&tls.cert)
         .and_then(Iterator::collect)

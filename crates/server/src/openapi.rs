@@ -102,6 +102,10 @@ fn operation(route: &Route, problem: &Schema, generator: &mut SchemaGenerator) -
         "content": { "application/problem+json": { "schema": problem } },
     });
     operation["responses"] = json!({ doc.status.to_string(): answer, "default": refused });
+    if let Some(again) = doc.again {
+        answer["description"] = json!("the same request was made before, and nothing was stored");
+        operation["responses"][again.to_string()] = answer;
+    }
     operation
 }
 

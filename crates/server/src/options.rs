@@ -138,6 +138,8 @@ pub struct Limits {
     pub header_timeout: Duration,
     /// The time in which the body of a request must arrive.
     pub body_timeout: Duration,
+    /// How long a search may take that no index answers. Then the page says that it was stopped.
+    pub search: Duration,
     /// Requests per second of one token, or of one address without a token. `None`: no limit.
     pub requests_per_second: Option<u32>,
 }
@@ -151,6 +153,7 @@ impl Default for Limits {
             connections: 4096,
             header_timeout: Duration::from_secs(10),
             body_timeout: Duration::from_secs(30),
+            search: Duration::from_secs(2),
             requests_per_second: None,
         }
     }

@@ -139,7 +139,7 @@ impl From<Error> for Problem {
     fn from(error: Error) -> Self {
         let status = status_of(error.code());
         let mut problem = Self::new(status, error.code().as_str(), error.message());
-        problem.0.hint = error.hint_text().map(str::to_owned);
+        problem.0.hint = error.hint_text().map(for_http);
         problem.0.outcome_unknown = error.outcome_unknown();
         if matches!(
             status,
@@ -168,8 +168,40 @@ impl IntoResponse for Problem {
             let bearer = HeaderValue::from_static("Bearer realm=\"everbus\"");
             headers.insert(header::WWW_AUTHENTICATE, bearer);
         }
+        // For a person the document becomes a page (`guard::around`).
+        response.extensions_mut().insert(self);
         response
     }
+}
+
+/// Hints of the library that name commands or options, by a part of them, and what a client of HTTP does instead.
+const HINTS: [(&str, &str); 6] = [
+    (
+        "`everbus task list`",
+        "GET /v1/tasks lists them; ?tenant= chooses the tenant",
+    ),
+    (
+        "`everbus job list`",
+        "GET /v1/jobs lists them; ?tenant= chooses the tenant",
+    ),
+    ("`everbus token list`", "GET /v1/tokens lists them"),
+    (
+        "--completed",
+        "\"completed\": true runs it again all the same",
+    ),
+    (
+        "--prefix-ids",
+        "choose other ids, or \"prefixIds\": true to put the id of the job before them",
+    ),
+    (
+        "`everbus job add`",
+        "choose another id for the job, or add tasks to it with POST /v1/jobs/{id}/tasks",
+    ),
+];
+
+fn for_http(hint: &str) -> String {
+    let known = HINTS.iter().find(|(part, _)| hint.contains(part));
+    known.map_or(hint, |known| known.1).to_owned()
 }
 
 /// The title of a code: `IdReused` becomes `Id reused`.

@@ -67,6 +67,8 @@ pub(crate) struct Doc {
     pub(crate) query: Option<SchemaOf>,
     pub(crate) bodies: Vec<(&'static str, Option<SchemaOf>)>,
     pub(crate) status: u16,
+    /// The status of a repeated request, if it differs.
+    pub(crate) again: Option<u16>,
     pub(crate) returns: Option<SchemaOf>,
     pub(crate) content_type: Option<&'static str>,
 }
@@ -163,6 +165,13 @@ impl Route {
     pub fn returns<R: JsonSchema>(mut self, status: u16) -> Self {
         self.doc.status = status;
         self.doc.returns = Some(SchemaGenerator::subschema_for::<R>);
+        self
+    }
+
+    /// Declares the status of a request that had been made before; the response has the same form.
+    #[must_use]
+    pub fn again(mut self, status: u16) -> Self {
+        self.doc.again = Some(status);
         self
     }
 

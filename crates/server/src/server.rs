@@ -150,6 +150,6 @@ pub(crate) fn app(state: &AppState) -> Router {
     let document = openapi::document(&all);
     all.extend(openapi::routes(&document));
     state.set_routes(all.iter().map(|route| route.listed.clone()).collect());
-    let router = router(state, all).fallback(crate::dashboard::nothing_here);
+    let router = router(state, all);
     router.with_state(state.clone())
 }

@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures_util::{StreamExt as _, stream};
@@ -12,6 +12,7 @@ use schemars::JsonSchema;
 use serde::Deserialize;
 
 use crate::auth::{Caller, Scope};
+use crate::body::Params;
 use crate::live::Place;
 use crate::problem::Problem;
 use crate::routes::{Access, Route};
@@ -56,7 +57,7 @@ async fn listen(
     State(state): State<AppState>,
     caller: Caller,
     headers: HeaderMap,
-    Query(wanted): Query<Wanted>,
+    Params(wanted): Params<Wanted>,
 ) -> Result<Response, Problem> {
     let texts: Vec<String> = wanted
         .types

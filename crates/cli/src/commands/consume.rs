@@ -12,8 +12,8 @@ use crate::values::parse_whole_rate;
 
 #[derive(Debug, ClapArgs)]
 #[command(after_help = "\
-The consumers are those of --config with a command (exec) or a webhook. Each process consumes with their groups: each \
-event goes to one of the processes. A process that dies is started again, and the events that it had in flight are \
+The consumers are those of --config with a command (exec) or a webhook. All processes belong to the same groups, and \
+each event goes to one of the processes. A process that dies is started again, and the events that it had in flight are \
 delivered again. `everbus serve` runs the same consumers in its own process.
 
 Ctrl-C or SIGTERM ends it: handlers under way finish first. The exit code is 0 if every process ended well.")]
@@ -73,7 +73,7 @@ fn choose<'a>(names: &[String], config: &'a Config) -> Outcome<Vec<&'a Consumer>
         let Some(consumer) = known else {
             let what = format!("the file has no consumer {name:?}");
             let names = config.consumers.iter().map(|one| one.name.as_str());
-            let names = format!("it has {}", names.collect::<Vec<_>>().join(", "));
+            let names = format!("its consumers are {}", names.collect::<Vec<_>>().join(", "));
             return Err(Stop::usage(what, Some(&names)));
         };
         if !has_handler(consumer) {

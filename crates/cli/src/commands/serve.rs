@@ -10,6 +10,7 @@ use crate::interrupt::Interrupt;
 use crate::open::Target;
 use crate::output::{Output, escaped};
 use crate::stop::{Outcome, Stop};
+use crate::values::parse_listen;
 
 /// The file of the demo, unless the command line names another one.
 const DEMO_FILE: &str = "everbus-serve-demo.db";
@@ -27,7 +28,8 @@ pub(crate) struct ServeArgs {
         long,
         value_name = "ADDRESS",
         env = "EVERBUS_LISTEN",
-        hide_env_values = true
+        hide_env_values = true,
+        value_parser = parse_listen
     )]
     listen: Option<SocketAddr>,
 

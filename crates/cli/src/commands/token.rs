@@ -19,16 +19,17 @@ pub(crate) enum TokenCommand {
         /// Who uses it
         name: String,
 
-        /// What it allows: publish, consume, read, operate, admin; give several, or repeat it
+        /// What it allows: publish, consume, read, operate or admin; several are separated by commas
         #[arg(
             long = "scope",
             value_name = "SCOPE",
             required = true,
-            value_delimiter = ','
+            value_delimiter = ',',
+            value_parser = parse_scope
         )]
         scopes: Vec<Scope>,
 
-        /// The only tenant whose events it reaches; every tenant if it is left out
+        /// The only tenant that it can access; every tenant if it is left out
         #[arg(long, value_name = "TENANT")]
         tenant: Option<String>,
 
@@ -43,8 +44,15 @@ pub(crate) enum TokenCommand {
         /// The id, as `everbus token list` shows it
         id: String,
     },
-    /// Forget that tokens were used, once the last one is revoked: a server on loopback then needs none again
+    /// Open a server on loopback again, after the last token was revoked
     Reset,
+}
+
+fn parse_scope(text: &str) -> Result<Scope, String> {
+    let names = Scope::ALL.iter().map(|scope| scope.as_str());
+    let names = names.collect::<Vec<_>>().join(", ");
+    text.parse()
+        .map_err(|_| format!("{text:?} is not a scope; the scopes are {names}"))
 }
 
 pub(crate) async fn run(command: TokenCommand, target: &Target, output: &mut Output) -> Outcome {
@@ -64,10 +72,6 @@ async fn apply(command: TokenCommand, bus: &everbus::Bus, output: &mut Output) -
             tenant,
             expires,
         } => {
-            let action = Action::new("tokens.create")
-                .on("TOKEN", &name)
-                .detail("scopes", json!(scopes))
-                .detail("tenant", json!(tenant));
             let expires_at: Option<Timestamp> = expires.map(|after| SystemClock.now().plus(after));
             let request = TokenRequest {
                 name,
@@ -75,6 +79,11 @@ async fn apply(command: TokenCommand, bus: &everbus::Bus, output: &mut Output) -
                 tenant,
                 expires_at,
             };
+            request.check()?;
+            let action = Action::new("tokens.create")
+                .on("TOKEN", &request.name)
+                .detail("scopes", json!(request.scopes))
+                .detail("tenant", json!(request.tenant));
             let mut made = None;
             let work = async {
                 let token = tokens.create(request).await?;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::support::Shop;
+use crate::support::{Shop, wait_until};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -154,6 +154,19 @@ fn a_server_without_tokens_stays_on_this_machine() {
     let ran = shop.run(&["serve", "--listen", "0.0.0.0:0"]);
     assert_eq!(ran.code, 2, "{}", ran.err);
     assert!(ran.err.contains("token create"), "{}", ran.err);
+    for (arguments, says) in [
+        (&["serve", "--listen", "8080"][..], "such as 127.0.0.1:7770"),
+        (&["serve", "--listen", "localhost:port"], "127.0.0.1:7770"),
+        (
+            &["token", "create", "x", "--scope", "all"],
+            "operate, admin",
+        ),
+        (&["token", "create", "", "--scope", "read"], "1 to 100"),
+    ] {
+        let ran = shop.run(arguments);
+        assert_eq!(ran.code, 2, "{arguments:?}: {}", ran.err);
+        assert!(ran.err.contains(says), "{arguments:?}: {}", ran.err);
+    }
 }
 
 // conformance: operations/serve-demo: the demo publishes, handles, fails and dead-letters by itself
@@ -179,6 +192,51 @@ fn the_demo_moves() {
     }
     assert!(serving.terminate());
     assert!(shop.path("everbus-serve-demo.db").exists() && !shop.db().exists());
+}
+
+// conformance: operations/handled-line: a log line for each handled event, with how long the handler took, is there when it is asked for and not otherwise
+#[test]
+fn each_handled_event_has_a_log_line_on_request() {
+    for asked in [true, false] {
+        let shop = Shop::new();
+        let level = if asked {
+            "warn,everbus::handled=debug"
+        } else {
+            "info"
+        };
+        let variables = [("EVERBUS_LOG", level)];
+        let mut serving =
+            Serving::start_with(&shop, &["--demo", "--log-format", "json"], &variables);
+        let mut err = serving.child.stderr.take().unwrap();
+        let reading = std::thread::spawn(move || {
+            let mut text = String::new();
+            err.read_to_string(&mut text).unwrap();
+            text
+        });
+        let path = "/v1/events?type=payments.payment.captured";
+        wait_until("a payment", || {
+            let page = ask(&serving.address, "GET", path, "", "");
+            page.is_some_and(|(_, page)| !page["items"].as_array().unwrap().is_empty())
+        });
+        assert!(serving.terminate());
+        let text = reading.join().unwrap();
+        let lines = text.lines().map(|line| {
+            serde_json::from_str::<Value>(line).unwrap_or_else(|e| panic!("{e}: {line}"))
+        });
+        let mut handled = lines.filter(|line| line["target"] == "everbus::handled");
+        let Some(line) = handled.next() else {
+            assert!(!asked, "{text}");
+            continue;
+        };
+        assert!(asked, "{line}");
+        assert!(line["duration_ms"].as_f64().unwrap() > 0.0, "{line}");
+        let about = &line["span"];
+        assert!(
+            about["group"].is_string() && about["event_id"].is_string(),
+            "{line}"
+        );
+        assert!(about["attempt"].as_u64() >= Some(1), "{line}");
+    }
 }
 
 /// How often the server is killed: a few times in CI, 200 by hand with `EVERBUS_HTTP_KILLS=200`.

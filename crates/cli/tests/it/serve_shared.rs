@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io::{Read as _, Write as _};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 
 use serde_json::{Value, json};
@@ -87,12 +87,23 @@ fn ticks(address: &str, schedule: &str) -> BTreeSet<String> {
     ticks
 }
 
+/// A page of the dashboard.
+fn page(address: &str, path: &str) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer
+}
+
 fn publish(address: &str, event_type: &str) {
     let event = json!({ "type": event_type, "payload": 1 }).to_string();
     let (status, answer) = ask(address, "POST", "/v1/events", "", &event).unwrap();
     assert_eq!(status, 201, "{answer}");
 }
 
+// conformance: operations/servers-figures: two servers on one store show the figures of both
 // conformance: operations/servers-share: two servers on one store take each tick, health check and alert once, and after kill -9 of the one that has the lease the other goes on
 #[test]
 fn two_servers_share_ticks_health_checks_and_alerts() {
@@ -127,6 +138,22 @@ consumers:
             && ticks(&addresses[1], "health-check").len() >= 2
             && receiver.about("order.first") == 1
     });
+
+    // Each shows what both have published.
+    let published = |server: usize, of: usize| {
+        let page = page(&addresses[server], "/system");
+        let pid = servers[of].child.id();
+        let (_, row) = page.split_once(&format!(">{pid}</td>"))?;
+        let (row, _) = row.split_once("</tr>")?;
+        let (_, cell) = row.split_once("data-label=\"Published\">")?;
+        cell.split('<').next()?.parse::<u64>().ok()
+    };
+    wait_until("the figures of the other server", || {
+        (0..2).all(|server| published(server, 0) >= Some(1) && published(server, 1).is_some())
+    });
+    for address in &addresses {
+        assert!(page(address, "/").contains("2 servers on this store"));
+    }
 
     // The server that took the last tick is killed.
     let listed = shop.run(&["-o", "json", "schedule", "list"]).json();

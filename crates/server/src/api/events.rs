@@ -7,8 +7,10 @@ use std::time::{Duration, Instant};
 
 use axum::extract::{Path, State};
 use everbus::{
-    Bus, Code, Error, EventId, GroupState, HistoryQuery, Order, Pattern, Recorded, Timestamp,
+    Bus, Code, Error, EventId, EventState, GroupInfo, GroupState, HistoryQuery, Order, Pattern,
+    Recorded, Timestamp,
 };
+use everbus_core::UNMATCHED;
 use everbus_core::payloads::EventKey;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -23,8 +25,6 @@ use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
 
-/// The time limit of a search without an index. The page says that the search was stopped.
-const BUDGET: Duration = Duration::from_secs(2);
 /// The events of a causal tree are searched up to this time after its root.
 const TREE_SPAN: Duration = Duration::from_secs(7 * 24 * 3600);
 /// A tree has at most this many events.
@@ -172,26 +172,26 @@ fn contains(bytes: &[u8], text: &[u8]) -> bool {
 
 /// One page of events. The dashboard uses it too.
 pub(crate) async fn page(
-    bus: &Bus,
+    state: &AppState,
     caller: &Caller,
     query: &EventsQuery,
 ) -> Result<EventsPage, Problem> {
-    let history = query.history(bus, caller)?;
+    let history = query.history(state.bus(), caller)?;
     match history.correlation_id {
-        Some(_) => correlated(bus, query, history).await,
-        None => found(bus, query, history).await,
+        Some(_) => correlated(state, query, history).await,
+        None => found(state, query, history).await,
     }
 }
 
 async fn found(
-    bus: &Bus,
+    state: &AppState,
     query: &EventsQuery,
     history: HistoryQuery,
 ) -> Result<EventsPage, Problem> {
     if query.searches(&history) {
-        return search(bus, query, history).await;
+        return search(state, query, history).await;
     }
-    let page = bus.history()?.query(history).await?;
+    let page = state.bus().history()?.query(history).await?;
     Ok(EventsPage {
         items: page.items,
         next: page.next.map(|cursor| cursor.to_string()),
@@ -203,20 +203,20 @@ async fn found(
 /// A page of the events with one correlation id, from the index. The root event, whose own id is the correlation id, is
 /// usually not in the index. It is added as the oldest event.
 async fn correlated(
-    bus: &Bus,
+    state: &AppState,
     query: &EventsQuery,
     mut history: HistoryQuery,
 ) -> Result<EventsPage, Problem> {
     let limit = history.limit;
     let is_first = history.cursor.is_none() && history.order == Order::Oldest;
     if history.order == Order::Oldest && !is_first {
-        return found(bus, query, history).await;
+        return found(state, query, history).await;
     }
-    let Some(root) = began(bus, query, &history).await? else {
-        return found(bus, query, history).await;
+    let Some(root) = began(state.bus(), query, &history).await? else {
+        return found(state, query, history).await;
     };
     if !is_first {
-        let mut page = found(bus, query, history.clone()).await?;
+        let mut page = found(state, query, history.clone()).await?;
         match (&page.next, page.items.last()) {
             (Some(_), _) => {}
             // This page is full: the root event comes on a page of its own.
@@ -237,7 +237,7 @@ async fn correlated(
             plan: "id".to_owned(),
         });
     }
-    let mut page = found(bus, query, history).await?;
+    let mut page = found(state, query, history).await?;
     page.items.insert(0, root);
     Ok(page)
 }
@@ -270,7 +270,7 @@ async fn began(
 
 /// Reads pages until enough events match, the history ends, or the time limit is reached.
 async fn search(
-    bus: &Bus,
+    state: &AppState,
     query: &EventsQuery,
     mut history: HistoryQuery,
 ) -> Result<EventsPage, Problem> {
@@ -278,7 +278,7 @@ async fn search(
     let mut found = Vec::new();
     history.limit = SEARCH_PAGE;
     loop {
-        let page = bus.history()?.query(history.clone()).await?;
+        let page = state.bus().history()?.query(history.clone()).await?;
         for record in &page.items {
             if query.matches(record) {
                 found.push(record.clone());
@@ -293,7 +293,7 @@ async fn search(
                 });
             }
         }
-        let over = began.elapsed() >= BUDGET;
+        let over = began.elapsed() >= state.options().limits.search;
         match page.next {
             Some(next) if !over => history.cursor = Some(next),
             next => {
@@ -313,7 +313,7 @@ async fn list(
     caller: Caller,
     Params(query): Params<EventsQuery>,
 ) -> Result<Answer<EventsPage>, Problem> {
-    page(state.bus(), &caller, &query).await.map(Answer)
+    page(&state, &caller, &query).await.map(Answer)
 }
 
 #[derive(Default, Deserialize, JsonSchema)]
@@ -332,9 +332,11 @@ pub(crate) struct EventPage {
     /// The error if the large part of the payload could not be loaded.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) payload_error: Option<String>,
-    /// Its state in every group, with each failed attempt.
+    /// Its state in every group that is subscribed to its type, with each failed attempt.
     #[schemars(with = "Vec<GroupStateShape>")]
     pub(crate) groups: Vec<Value>,
+    /// The groups that are not subscribed to its type.
+    pub(crate) not_subscribed: Vec<String>,
     /// The same states, for the dashboard.
     #[serde(skip)]
     pub(crate) states: Vec<(String, GroupState)>,
@@ -357,21 +359,30 @@ pub(crate) async fn find(
 
 /// One event with its states and stages. The dashboard uses it too.
 pub(crate) async fn one(
-    bus: &Bus,
+    state: &AppState,
     caller: &Caller,
     id: &str,
     source: Option<&str>,
 ) -> Result<EventPage, Problem> {
+    let bus = state.bus();
     let record = find(bus, caller, id, source).await?;
     let (event, payload_error) = match bus.whole(&record).await {
         Ok(whole) => (whole, None),
         Err(error) => (record.clone(), Some(error.to_string())),
     };
-    let states = bus.lookup()?.states(record.position).await?;
-    let states: Vec<(String, GroupState)> = states
-        .into_iter()
-        .filter_map(|state| Some((caller.group_beside_event(&state.group)?, state)))
-        .collect();
+    // The cached figures: inspecting the groups counts their backlogs. Without them the states are shown as the engine
+    // reports them.
+    let known = state.live().figures().groups().await.unwrap_or_default();
+    let (mut states, mut not_subscribed) = (Vec::new(), Vec::new());
+    for state in bus.lookup()?.states(record.position).await? {
+        let Some(name) = caller.group_beside_event(&state.group) else {
+            continue;
+        };
+        match passed_by(&state, event.event.event_type(), &known) {
+            true => not_subscribed.push(name),
+            false => states.push((name, state)),
+        }
+    }
     let groups = states.iter().map(|(name, state)| {
         let mut value = serde_json::to_value(state).unwrap_or_default();
         value["group"] = json!(name);
@@ -383,7 +394,24 @@ pub(crate) async fn one(
         event,
         payload_error,
         groups,
+        not_subscribed,
         states,
+    })
+}
+
+/// Whether the group passed the event because none of its subscriptions matches the type. The engine counts such an
+/// event as done, with or without a reason, but the group did not handle it.
+fn passed_by(state: &GroupState, event_type: &str, known: &[GroupInfo]) -> bool {
+    if state.state != EventState::Done || !state.failures.is_empty() || state.ended.is_some() {
+        return false;
+    }
+    if let Some(reason) = &state.skipped {
+        return reason == UNMATCHED;
+    }
+    let group = known.iter().find(|group| group.name == state.group);
+    group.is_some_and(|group| {
+        let mut subscriptions = group.subscriptions.iter();
+        !subscriptions.any(|subscription| subscription.pattern.matches(event_type))
     })
 }
 
@@ -414,7 +442,7 @@ async fn show(
     Path(id): Path<String>,
     Params(query): Params<SourceQuery>,
 ) -> Result<Answer<EventPage>, Problem> {
-    let page = one(state.bus(), &caller, &id, query.source.as_deref()).await?;
+    let page = one(&state, &caller, &id, query.source.as_deref()).await?;
     Ok(Answer(page))
 }
 
@@ -439,17 +467,18 @@ async fn tree(
     Path(id): Path<String>,
     Params(query): Params<SourceQuery>,
 ) -> Result<Answer<Tree>, Problem> {
-    let tree = causal_tree(state.bus(), &caller, &id, query.source.as_deref()).await?;
+    let tree = causal_tree(&state, &caller, &id, query.source.as_deref()).await?;
     Ok(Answer(tree))
 }
 
 /// Finds the causal tree: upwards by the causation ids, downwards by searching the events with the same correlation id.
 pub(crate) async fn causal_tree(
-    bus: &Bus,
+    state: &AppState,
     caller: &Caller,
     id: &str,
     source: Option<&str>,
 ) -> Result<Tree, Problem> {
+    let bus = state.bus();
     let asked = find(bus, caller, id, source).await?;
     let mut root = asked.clone();
     let mut above = vec![root.clone()];
@@ -468,7 +497,7 @@ pub(crate) async fn causal_tree(
             _ => break,
         }
     }
-    let below = descendants(bus, caller, &root).await?;
+    let below = descendants(state, caller, &root).await?;
     let mut all: BTreeMap<_, _> = above
         .into_iter()
         .chain(below.0)
@@ -492,7 +521,7 @@ fn cause_of(record: &Recorded) -> Option<&str> {
 
 /// The events that a root caused, directly or indirectly. They have its correlation id and come after it.
 async fn descendants(
-    bus: &Bus,
+    state: &AppState,
     caller: &Caller,
     root: &Recorded,
 ) -> Result<(Vec<Arc<Recorded>>, bool), Problem> {
@@ -504,9 +533,9 @@ async fn descendants(
         tenant: root.event.tenant().map(str::to_owned),
         ..EventsQuery::default()
     };
-    let mut history = query.history(bus, caller)?;
+    let mut history = query.history(state.bus(), caller)?;
     history.limit = TREE_SIZE;
-    let page = found(bus, &query, history).await?;
+    let page = found(state, &query, history).await?;
     let stopped = page.stopped || page.items.len() == TREE_SIZE;
     let mut by_cause: HashMap<String, Vec<Arc<Recorded>>> = HashMap::new();
     for record in page.items {

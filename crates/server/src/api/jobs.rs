@@ -1,17 +1,17 @@
 //! Jobs over HTTP: submit, list, show, add tasks, resume, cancel, and the graph of a job now or at a past time.
 
 use axum::extract::{Path, State};
+use everbus::Timestamp;
 use everbus::audit::{Action, Operator, audited};
-use everbus::{Code, Error, Timestamp};
 use everbus_jobs::events::{JOB, Json, TaskSpec, TaskState};
 use everbus_jobs::{JobRow, JobState, JobStatus, Jobs, NewJob, SubmittedJob};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::Answer;
 use super::shapes::{JobRowShape, JobStatusShape, SubmittedJobShape};
-use super::tasks::{Whose, check_input, page_length};
+use super::tasks::{Whose, address, check_input, page_length};
+use super::{Answer, Creation};
 use crate::auth::{Caller, Scope};
 use crate::body::{Input, Params};
 use crate::problem::Problem;
@@ -27,7 +27,8 @@ pub(super) fn routes() -> Vec<Route> {
             .summary("Submits a job: a graph of tasks; the same job or request twice is one job")
             .query::<Whose>()
             .json::<JobRequest>()
-            .returns::<SubmittedJobShape>(200),
+            .returns::<SubmittedJobShape>(201)
+            .again(200),
         Route::get("/v1/jobs", read, list)
             .summary("Jobs, the newest first, with the number of their tasks in each state")
             .query::<JobsQuery>()
@@ -109,29 +110,12 @@ fn specs(tasks: Vec<TaskOfJob>) -> Result<Vec<TaskSpec>, Problem> {
     specs.collect()
 }
 
-/// Replaces hints that name command line options by hints that name fields of the request.
-fn refused(error: Error) -> Problem {
-    let hint = match (error.code(), error.hint_text()) {
-        (Code::TaskConflict, Some(hint)) if hint.contains("--prefix-ids") => {
-            Some("choose other ids, or \"prefixIds\": true to put the id of the job before them")
-        }
-        (Code::TaskConflict, Some(hint)) if hint.contains("`everbus job add`") => {
-            Some("choose another id for the job, or add tasks to it with POST /v1/jobs/{id}/tasks")
-        }
-        _ => None,
-    };
-    match hint {
-        Some(hint) => Problem::from(error).hint(hint),
-        None => error.into(),
-    }
-}
-
 async fn submit(
     State(state): State<AppState>,
     caller: Caller,
     Params(whose): Params<Whose>,
     Input(request): Input<JobRequest>,
-) -> Result<Answer<SubmittedJob>, Problem> {
+) -> Result<Creation<SubmittedJob>, Problem> {
     let jobs = of_caller(&state, &caller, whose.tenant)?;
     let given = request.tasks.len();
     if let Some(total) = request.total_tasks.filter(|total| *total != given) {
@@ -144,9 +128,13 @@ async fn submit(
         tasks: specs(request.tasks)?,
         prefix_ids: request.prefix_ids,
     };
-    let submitted = jobs.submit_job(job).await.map_err(refused)?;
+    let submitted = jobs.submit_job(job).await?;
     state.tasks().want();
-    Ok(Answer(submitted))
+    Ok(Creation {
+        new: submitted.new,
+        address: address(&jobs, &caller, "jobs", &submitted.job_id),
+        answer: submitted,
+    })
 }
 
 /// The state of a job, in a query.
@@ -358,8 +346,7 @@ async fn add(
     let added = tasks.len();
     let action = action(&jobs, "jobs.add", &id).detail("tasks", json!(added));
     let work = jobs.add_tasks(&id, tasks, request.prefix_ids);
-    let total = audited(state.bus().engine(), &Operator::current(), action, work).await;
-    let total_tasks_now = total.map_err(refused)?;
+    let total_tasks_now = audited(state.bus().engine(), &Operator::current(), action, work).await?;
     state.tasks().want();
     Ok(Answer(Added {
         job_id: id,

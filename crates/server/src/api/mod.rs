@@ -70,12 +70,32 @@ impl<T: Serialize> IntoResponse for Answer<T> {
     }
 }
 
-/// Percent-encodes a text for a query: everything except letters, digits and `-._~/`.
+/// The response to a request that creates something under an address: `201` with the address, or `200` if an earlier
+/// request has created it.
+pub(crate) struct Creation<T> {
+    pub(crate) new: bool,
+    pub(crate) address: String,
+    pub(crate) answer: T,
+}
+
+impl<T: Serialize> IntoResponse for Creation<T> {
+    fn into_response(self) -> Response {
+        let mut response = Answer(self.answer).into_response();
+        // The address is percent-encoded, so it is a valid header.
+        if let (true, Ok(address)) = (self.new, HeaderValue::try_from(self.address)) {
+            *response.status_mut() = StatusCode::CREATED;
+            response.headers_mut().insert(header::LOCATION, address);
+        }
+        response
+    }
+}
+
+/// Percent-encodes a text for a query, or for one segment of a path: everything except letters, digits and `-._~`.
 pub(crate) fn percent_encoded(text: &str) -> String {
     let mut encoded = String::with_capacity(text.len());
     for byte in text.bytes() {
         match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' => {
                 encoded.push(char::from(byte));
             }
             _ => encoded.push_str(&format!("%{byte:02X}")),

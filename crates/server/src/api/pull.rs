@@ -601,7 +601,10 @@ struct Given {
 }
 
 fn read_ticket(key: &hmac::Key, group: &GroupName, text: &str) -> Result<Given, Problem> {
-    let bad = || Problem::bad_request("this is not a lease of the group");
+    let bad = || {
+        Problem::bad_request("this is not a lease of the group")
+            .hint("send `lease` of a fetched event as it is")
+    };
     let (body, tag) = text.split_once('.').ok_or_else(bad)?;
     let body = BASE64URL_NOPAD.decode(body.as_bytes()).map_err(|_| bad())?;
     let tag = BASE64URL_NOPAD.decode(tag.as_bytes()).map_err(|_| bad())?;

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::extract::{Path, State};
 use everbus::audit::Operator;
@@ -24,6 +25,8 @@ use crate::problem::Problem;
 use crate::routes::{Access, Route};
 use crate::state::AppState;
 
+/// How long the response to a start waits for the replay to end or fail.
+const FIRST_MOMENT: Duration = Duration::from_secs(1);
 /// Finished replays stay in the list until there are this many. Then the next start removes them all.
 const KEPT: usize = 100;
 
@@ -78,6 +81,20 @@ struct ReplayRequest {
 }
 
 impl ReplayRequest {
+    /// Whether the request names neither a group nor events, which is more likely a mistake than wanted.
+    fn is_everything(&self) -> bool {
+        let texts = [
+            &self.group,
+            &self.id,
+            &self.event_type,
+            &self.stream,
+            &self.tenant,
+            &self.app,
+        ];
+        let no_time = self.since.is_none() && self.until.is_none();
+        no_time && !self.dry_run && texts.iter().all(|text| text.is_none())
+    }
+
     fn replay(&self, bus: &Bus, caller: &Caller) -> Result<Replay, Problem> {
         let mut replay = bus.replay();
         if let Some(id) = &self.id {
@@ -119,6 +136,7 @@ struct Running {
     progress: Mutex<Option<ReplayProgress>>,
     outcome: Mutex<Option<Result<ReplayReport, Problem>>>,
     stop: Notify,
+    ended: Notify,
 }
 
 #[derive(Serialize, JsonSchema)]
@@ -240,6 +258,11 @@ async fn start(
     Input(request): Input<ReplayRequest>,
 ) -> Result<Answer<Value>, Problem> {
     let replay = request.replay(state.bus(), &caller)?;
+    if request.is_everything() {
+        let what = "this would publish a copy of every event for every group";
+        let hint = "name a group, or choose events; \"since\": \"1970-01-01T00:00:00Z\" chooses all of them";
+        return Err(Problem::bad_request(what).hint(hint));
+    }
     let group = request
         .group
         .as_deref()
@@ -264,6 +287,7 @@ async fn start(
         progress: Mutex::default(),
         outcome: Mutex::default(),
         stop: Notify::new(),
+        ended: Notify::new(),
     });
     begin(&state, &stored, &running)?;
     let (told, stopped) = (running.clone(), running.clone());
@@ -284,9 +308,17 @@ async fn start(
             None => replay.publish_copies().await,
         };
         *done.outcome.lock() = Some(report.map_err(Problem::from));
+        done.ended.notify_one();
     };
     // The replay continues when the client disconnects. The audit trail has the name of the caller.
     tokio::spawn(everbus::audit::with_operator(Operator::current(), work));
+    // A wrong request fails at once, so the client gets the error.
+    let _ = tokio::time::timeout(FIRST_MOMENT, running.ended.notified()).await;
+    let failed = running.outcome.lock().clone().and_then(Result::err);
+    if let Some(problem) = failed {
+        state.replays().all.lock().remove(&stored);
+        return Err(problem);
+    }
     Ok(Answer(json!(Shown::running(&name, &running))))
 }
 

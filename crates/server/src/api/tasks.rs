@@ -4,18 +4,18 @@ use std::time::Duration;
 
 use axum::extract::{Path, State};
 use everbus::audit::{Action, Operator, audited};
-use everbus::{Clock as _, Code, SystemClock, Timestamp};
-use everbus_jobs::NewTask;
+use everbus::{Clock as _, SystemClock, Timestamp};
 use everbus_jobs::events::{Json, TASK, TaskState};
 use everbus_jobs::health::HealthReport;
 use everbus_jobs::state::TaskStatus;
+use everbus_jobs::{DEFAULT_TENANT, Jobs, NewTask};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::Answer;
 use super::events::{self, EventsPage, EventsQuery};
 use super::shapes::{HealthShape, SubmittedShape, TaskCounts, TaskShape};
+use super::{Answer, Creation, percent_encoded};
 use crate::auth::{Caller, Scope};
 use crate::body::{Input, Params};
 use crate::problem::Problem;
@@ -30,7 +30,8 @@ pub(super) fn routes() -> Vec<Route> {
             .summary("Submits a task; the same request id twice is one task")
             .query::<Whose>()
             .json::<TaskRequest>()
-            .returns::<SubmittedShape>(200),
+            .returns::<SubmittedShape>(201)
+            .again(200),
         Route::get("/v1/tasks", read, list)
             .summary("Tasks by state, the one whose state is newest first")
             .query::<TasksQuery>()
@@ -101,12 +102,21 @@ pub(super) fn check_input(what: &str, input: &Json) -> Result<(), Problem> {
     }
 }
 
+/// The address of a task or job. A caller of all tenants has to name the tenant, unless it is the default one.
+pub(super) fn address(jobs: &Jobs, caller: &Caller, kind: &str, id: &str) -> String {
+    let path = format!("/v1/{kind}/{}", percent_encoded(id));
+    match caller.tenant().is_some() || jobs.tenant() == DEFAULT_TENANT {
+        true => path,
+        false => format!("{path}?tenant={}", percent_encoded(jobs.tenant())),
+    }
+}
+
 async fn submit(
     State(state): State<AppState>,
     caller: Caller,
     Params(whose): Params<Whose>,
     Input(request): Input<TaskRequest>,
-) -> Result<Answer<everbus_jobs::Submitted>, Problem> {
+) -> Result<Creation<everbus_jobs::Submitted>, Problem> {
     let jobs = of_caller(&state, &caller, whose.tenant)?;
     check_input("input", &request.input)?;
     let at = match (request.at, request.after_ms) {
@@ -123,7 +133,11 @@ async fn submit(
     };
     let submitted = jobs.submit(task).await?;
     state.tasks().want();
-    Ok(Answer(submitted))
+    Ok(Creation {
+        new: submitted.new,
+        address: address(&jobs, &caller, "tasks", &submitted.request_id),
+        answer: submitted,
+    })
 }
 
 /// The state of a task, in a query.
@@ -242,7 +256,7 @@ async fn history(
         cursor: params.cursor,
         ..EventsQuery::default()
     };
-    let page = events::page(state.bus(), &caller, &query).await?;
+    let page = events::page(&state, &caller, &query).await?;
     if page.items.is_empty() {
         // A task of a job that has not begun has no events. For an unknown task this returns `NotFound`.
         jobs.task_status(&id).await?;
@@ -278,14 +292,7 @@ async fn retry(
         .on(TASK, &id)
         .detail("tenant", json!(jobs.tenant()));
     let work = jobs.retry(&id, request.completed);
-    let run = audited(state.bus().engine(), &Operator::current(), action, work).await;
-    let run = run.map_err(|error| match error.code() {
-        // The hint of the library names a command line option: it is replaced.
-        Code::TaskConflict if error.hint_text().is_some_and(|h| h.contains("--completed")) => {
-            Problem::from(error).hint("\"completed\": true runs it again all the same")
-        }
-        _ => Problem::from(error),
-    })?;
+    let run = audited(state.bus().engine(), &Operator::current(), action, work).await?;
     state.tasks().want();
     Ok(Answer(Retried {
         request_id: id,

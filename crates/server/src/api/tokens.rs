@@ -1,7 +1,9 @@
 //! Tokens over HTTP, for administrators of all tenants.
 
 use axum::extract::{Path, State};
+use axum::response::{IntoResponse as _, Response};
 use everbus::audit::{Action, Operator, audited};
+use http::StatusCode;
 use schemars::JsonSchema;
 use serde::Serialize;
 use serde_json::json;
@@ -24,7 +26,7 @@ pub(super) fn routes() -> Vec<Route> {
             .all_tenants()
             .summary("Makes a token; its secret is in the answer and nowhere else")
             .json::<TokenRequest>()
-            .returns::<NewToken>(200),
+            .returns::<NewToken>(201),
         Route::delete("/v1/tokens/{id}", admin, revoke)
             .all_tenants()
             .summary("Revokes a token")
@@ -45,7 +47,8 @@ async fn list(State(state): State<AppState>) -> Result<Answer<TokenList>, Proble
 async fn create(
     State(state): State<AppState>,
     Input(request): Input<TokenRequest>,
-) -> Result<Answer<NewToken>, Problem> {
+) -> Result<Response, Problem> {
+    request.check()?;
     let action = Action::new("tokens.create")
         .on("TOKEN", &request.name)
         .detail("scopes", json!(request.scopes))
@@ -59,8 +62,8 @@ async fn create(
         Ok(id)
     };
     audited(state.bus().engine(), &Operator::current(), action, work).await?;
-    made.map(Answer)
-        .ok_or_else(|| Problem::not_found("the token was not made"))
+    let token = made.ok_or_else(|| Problem::not_found("the token was not made"))?;
+    Ok((StatusCode::CREATED, Answer(token)).into_response())
 }
 
 async fn revoke(

@@ -45,6 +45,13 @@ pub struct TokenRequest {
     pub expires_at: Option<Timestamp>,
 }
 
+impl TokenRequest {
+    /// Refuses a name, a tenant or scopes that a token cannot have.
+    pub fn check(&self) -> Result<()> {
+        check(self)
+    }
+}
+
 /// A token without its secret.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct TokenInfo {
@@ -228,8 +235,12 @@ impl Tokens {
     pub async fn reset(&self) -> Result<()> {
         let (all, _) = self.read().await?;
         if !all.is_empty() {
-            let what = format!("there are {} tokens", all.len());
-            return Err(Error::new(Code::InvalidSetting, what).hint("revoke them first"));
+            let what = match all.len() {
+                1 => "there is still a token".to_owned(),
+                many => format!("there are still {many} tokens"),
+            };
+            return Err(Error::new(Code::InvalidSetting, what)
+                .hint("revoke it first: everbus token list, everbus token revoke ID"));
         }
         self.kv()?.delete(KEY).await?;
         self.renew().await.map(drop)
@@ -344,8 +355,8 @@ fn check(request: &TokenRequest) -> Result<()> {
     };
     if !readable(&request.name, 100) {
         return bad(
-            "the name of a token",
-            "1 to 100 printable characters, such as billing-service",
+            "the name of a token has 1 to 100 printable characters",
+            "name it after who uses it, such as billing-service",
         );
     }
     if request.scopes.is_empty() {
@@ -355,9 +366,10 @@ fn check(request: &TokenRequest) -> Result<()> {
         );
     }
     match &request.tenant {
-        Some(tenant) if !readable(tenant, 64) => {
-            bad("the tenant of a token", "1 to 64 printable characters")
-        }
+        Some(tenant) if !readable(tenant, 64) => bad(
+            "the tenant of a token has 1 to 64 printable characters",
+            "leave it out for a token of all tenants",
+        ),
         _ => Ok(()),
     }
 }

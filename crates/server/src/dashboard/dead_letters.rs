@@ -1,17 +1,18 @@
 //! The pages of dead letters: grouped by error, with single and bulk retry, and an editor for the payload.
 
-use axum::extract::{Path, Query, State};
+use axum::extract::{Path, State};
 use axum::response::Response;
 use everbus::{DeadLetter, DeadLetterFilter, EventId, Failure};
 use maud::{Markup, html};
 use serde::Deserialize;
 
 use super::kinds::{self, Kind};
-use super::page::{Page, PageError, Place, may_operate};
+use super::page::{Page, Place, may_operate};
 use super::parts::{self, number};
 use crate::api::dead_letters::{self, LetterFilter, LettersQuery};
 use crate::api::publish::event_id;
 use crate::auth::Caller;
+use crate::body::Params;
 use crate::problem::Problem;
 use crate::state::AppState;
 
@@ -80,8 +81,8 @@ pub(super) fn link_of(kind: &Kind, group: &str) -> String {
 pub(super) async fn list(
     State(state): State<AppState>,
     caller: Caller,
-    Query(filters): Query<Filters>,
-) -> Result<Response, PageError> {
+    Params(filters): Params<Filters>,
+) -> Result<Response, Problem> {
     let (letters, next) = dead_letters::page(state.bus(), &caller, &filters.query()).await?;
     let filter = filters.filter(&caller)?;
     let total = state.bus().dead_letters().count(filter.clone()).await?;
@@ -223,8 +224,8 @@ pub(super) async fn show(
     State(state): State<AppState>,
     caller: Caller,
     Path(id): Path<String>,
-    Query(which): Query<Which>,
-) -> Result<Response, PageError> {
+    Params(which): Params<Which>,
+) -> Result<Response, Problem> {
     let letters = dead_letters::of_event(state.bus(), &caller, event_id(&id, None)).await?;
     let letters: Vec<(String, DeadLetter)> = letters
         .into_iter()
@@ -301,7 +302,7 @@ fn failures(failures: &[Failure]) -> Markup {
                     }
                     @match before {
                         Some(before) if before.error == failure.error => div.small.faint { "the same error" },
-                        Some(before) => (changed(&before.error, &failure.error)),
+                        Some(before) => { (changed(&before.error, &failure.error)) div.small.faint { "marked: not in the error before" } }
                         None => pre.code.wrapped { (failure.error) },
                     }
                     @if let Some(handler) = &failure.handler { div.small.faint { "handler " (handler) @if let Some(worker) = &failure.worker { " on " (worker) } } }

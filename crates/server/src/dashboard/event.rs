@@ -4,26 +4,25 @@ use std::sync::Arc;
 
 use axum::extract::{Path, State};
 use axum::response::Response;
-use everbus::{EventId, EventState, GroupInfo, GroupState, Recorded};
-use everbus_core::UNMATCHED;
+use everbus::{EventId, EventState, GroupState, Recorded};
 use maud::{Markup, html};
 
-use super::page::{Page, PageError, Place, may_operate};
+use super::page::{Page, Place, may_operate};
 use super::parts;
 use crate::api::events::{self, EventPage};
 use crate::auth::Caller;
+use crate::problem::Problem;
 use crate::state::AppState;
 
 pub(super) async fn show(
     State(state): State<AppState>,
     caller: Caller,
     Path(id): Path<String>,
-) -> Result<Response, PageError> {
-    let found = events::one(state.bus(), &caller, &id, None).await?;
+) -> Result<Response, Problem> {
+    let found = events::one(&state, &caller, &id, None).await?;
     let record = &found.event;
     let id = record.event.id();
     let event = &record.event;
-    let unsubscribed = unsubscribed(&state, &caller, &found).await;
     let body = html! {
         div.head {
             h1.wrap { (event.event_type()) }
@@ -48,7 +47,7 @@ pub(super) async fn show(
             div.stack {
                 section.card {
                     header { h2 { "In each group" } }
-                    div.body { (timelines(&found.states, &unsubscribed)) }
+                    div.body { (timelines(&found)) }
                 }
                 section.card {
                     header { h2 { "Envelope" } }
@@ -125,52 +124,22 @@ fn envelope(record: &Recorded) -> Markup {
     parts::facts(facts)
 }
 
-/// The groups that passed the event because none of their subscriptions matches its type. The engine counts such an
-/// event as done, and its page must not say that it was handled.
-async fn unsubscribed(state: &AppState, caller: &Caller, found: &EventPage) -> Vec<String> {
-    // The cached figures: inspecting the groups counts their backlogs. Without the groups the page shows the state that
-    // the engine reports.
-    let groups = state.live().figures().groups().await.unwrap_or_default();
-    let event_type = found.event.event.event_type();
-    let wants = |name: &String| {
-        let of = |group: &&GroupInfo| caller.group_shown(&group.name).as_ref() == Some(name);
-        let group = groups.iter().find(of);
-        group.is_none_or(|group| {
-            let mut subscriptions = group.subscriptions.iter();
-            subscriptions.any(|subscription| subscription.pattern.matches(event_type))
-        })
-    };
-    // An engine either gives the reason, or counts the event as done without one.
-    let passed = |name: &String, state: &GroupState| {
-        if state.state != EventState::Done || !state.failures.is_empty() || state.ended.is_some() {
-            return false;
-        }
-        match &state.skipped {
-            Some(reason) => reason == UNMATCHED,
-            None => !wants(name),
-        }
-    };
-    let states = found.states.iter();
-    let names = states.filter(|(name, state)| passed(name, state));
-    names.map(|(name, _)| name.clone()).collect()
-}
-
-fn timelines(states: &[(String, GroupState)], unsubscribed: &[String]) -> Markup {
-    if states.is_empty() {
-        return html! { p.muted { "No group has this event. Groups that subscribe later begin after it, unless they begin at the first event." } };
-    }
+fn timelines(found: &EventPage) -> Markup {
     html! {
-        @for (name, state) in states.iter().filter(|(name, _)| !unsubscribed.contains(name)) {
+        @if found.states.is_empty() {
+            p.muted { "No group is subscribed to this type. A group that subscribes later begins after this event, unless it begins at the first event." }
+        }
+        @for (name, state) in &found.states {
             div.stack {
                 div.row.between {
-                    a href={ "/groups/" (crate::api::percent_encoded(name)) } { b { (name) } }
+                    a href={ "/groups/" (crate::api::percent_encoded(name)) } data-handled-by=(name) { b { (name) } }
                     (parts::state(state.state))
                 }
                 (timeline(state))
             }
         }
-        @if !unsubscribed.is_empty() {
-            p.small.muted { "Not subscribed to this type: " (unsubscribed.join(", ")) }
+        @if !found.not_subscribed.is_empty() {
+            p.small.muted { "Not subscribed to this type: " (found.not_subscribed.join(", ")) }
         }
     }
 }
@@ -241,7 +210,7 @@ fn stages(found: &EventPage) -> Markup {
 /// The causes and effects of the event. After an error the page is shown without them.
 async fn tree(state: &AppState, caller: &Caller, record: &Recorded) -> Markup {
     let id = record.event.id().to_string();
-    let Ok(tree) = events::causal_tree(state.bus(), caller, &id, None).await else {
+    let Ok(tree) = events::causal_tree(state, caller, &id, None).await else {
         return html! {};
     };
     let root = tree

@@ -1,15 +1,16 @@
 //! The list of events: newest first, page by page, with a live tail.
 
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Redirect, Response};
 use everbus::{EventId, Recorded, Result, Timestamp};
 use maud::{Markup, html};
 use serde::Deserialize;
 
-use super::page::{Page, PageError, Place};
+use super::page::{Page, Place};
 use super::parts;
 use crate::api::events::{self, EventsPage, EventsQuery};
 use crate::auth::Caller;
+use crate::body::Params;
 use crate::problem::Problem;
 use crate::state::AppState;
 
@@ -110,8 +111,8 @@ fn time(text: &str) -> Result<Timestamp> {
 pub(super) async fn show(
     State(state): State<AppState>,
     caller: Caller,
-    Query(filters): Query<Filters>,
-) -> Result<Response, PageError> {
+    Params(filters): Params<Filters>,
+) -> Result<Response, Problem> {
     // An event id in the search box opens the page of the event.
     if let Ok(id) = filters.q.trim().parse::<EventId>()
         && events::find(state.bus(), &caller, filters.q.trim(), None)
@@ -120,12 +121,12 @@ pub(super) async fn show(
     {
         return Ok(Redirect::to(&format!("/events/{id}")).into_response());
     }
-    let found = events::page(state.bus(), &caller, &filters.query()?).await?;
+    let found = events::page(&state, &caller, &filters.query()?).await?;
     let of_tenant = caller.tenant().is_some();
     let body = html! {
         div.head {
             h1 { "Events" }
-            span.sub { "newest first" }
+            span.sub { @if filters.order == "oldest" { "oldest first" } @else { "newest first" } }
             span.tools {
                 button #tail type="button" aria-pressed="false" title="Show events as they are stored" { "Live tail" }
             }
@@ -201,12 +202,12 @@ fn list(filters: &Filters, found: &EventsPage) -> Markup {
             (parts::empty("Nothing matches", "No event in this range matches these filters.", None))
         }
         div.scroll hidden[none] { table.fixed.cards {
-            thead { tr { th.w-short { "Type" } th { "Payload" } th.w-id { "Entity or key" } th.w-id { "Id" } th.w-time.num { "Received" } } }
-            tbody #event-rows { @for record in &found.items { (row(record)) } }
+            thead { tr { th.w-type { "Type" } th { "Payload" } th.w-about { "Entity or key" } th.w-id { "Id" } th.w-time.num { "Received" } } }
+            tbody #event-rows { @for record in &found.items { (row(record, filters.q.trim())) } }
         } }
         footer {
             @if found.stopped {
-                span.small.muted { "The search stopped when its time was over; there is more to look at." }
+                span.small.muted { "The search reached its time limit before the end of the history." }
             }
             span.grow {}
             @if !filters.cursor.is_empty() { a.button href=(filters.link("")) { "First page" } }
@@ -219,7 +220,7 @@ fn list(filters: &Filters, found: &EventsPage) -> Markup {
     }
 }
 
-fn row(record: &Recorded) -> Markup {
+fn row(record: &Recorded, wanted: &str) -> Markup {
     let event = &record.event;
     let attributes = event.attributes();
     let entity = attributes.and_then(|a| a.entity.as_ref());
@@ -233,7 +234,7 @@ fn row(record: &Recorded) -> Markup {
                 span.clip title=(event.event_type()) { (event.event_type()) }
                 @if let Some(tenant) = event.tenant() { span.clip.small.faint { (tenant) } }
             }
-            td.line { span.clip.mono.small.muted { (parts::beginning(event)) } }
+            td.line { span.clip.mono.small.muted { (parts::found(event, wanted)) } }
             td data-label="Entity" { span.clip title=(about) { (about) } }
             td data-label="Id" { (parts::event_link(record)) }
             td.num data-label="Received" { (parts::time(record.received_at)) }

@@ -10,7 +10,7 @@ use everbus::{
 use maud::{Markup, html};
 
 use super::kinds;
-use super::page::{Page, PageError, Place, may_operate};
+use super::page::{Page, Place, may_operate};
 use super::parts::{self, number};
 use crate::api::percent_encoded;
 use crate::auth::Caller;
@@ -23,7 +23,7 @@ const KINDS: usize = 20;
 pub(super) async fn list(
     State(state): State<AppState>,
     caller: Caller,
-) -> Result<Response, PageError> {
+) -> Result<Response, Problem> {
     let groups = state.live().figures().groups().await?;
     let figures = state.live().figures().group_figures(&groups, &caller);
     let paused: Vec<String> = paused(&state)
@@ -32,7 +32,7 @@ pub(super) async fn list(
         .filter_map(|group| caller.group_shown(group))
         .collect();
     let body = html! {
-        div.head { h1 { "Groups" } span.sub { "Each group has its own position, attempts and dead letters." } }
+        div.head { h1 { "Groups" } span.sub { "Every group gets each event that matches its subscriptions." } }
         section.card {
             @if figures.is_empty() {
                 (parts::empty(
@@ -43,8 +43,13 @@ pub(super) async fn list(
             } @else {
                 div.scroll { table.cards {
                     thead { tr {
-                        th { "Group" } th.num { "Behind" } th.num { "In flight" } th.num { "Waiting" }
-                        th.num { "Oldest" } th { "Last 2 minutes" } th.num { "Dead letters" }
+                        th { "Group" }
+                        th.num title="matching events that were not delivered yet" { "Behind" }
+                        th.num title="delivered, not settled" { "In flight" }
+                        th.num title="for their next attempt" { "Waiting" }
+                        th.num title="the oldest event that is not settled" { "Oldest" }
+                        th title="events that are not settled" { "Last 2 minutes" }
+                        th.num { "Dead letters" }
                     } }
                     tbody #group-rows { @for group in &figures {
                         tr data-href={ "/groups/" (percent_encoded(&group.name)) } data-group=(group.name) {
@@ -55,7 +60,7 @@ pub(super) async fn list(
                             td.num data-label="Behind" { span data-figure="behind" { (number(group.behind)) } }
                             td.num data-label="In flight" { span data-figure="in_flight" { (number(group.in_flight)) } }
                             td.num data-label="Waiting" { span data-figure="retrying" { (number(group.waiting)) } }
-                            td.num data-label="Oldest" { span data-figure="oldest" { (parts::millis(group.behind_ms)) } }
+                            td.num data-label="Oldest" { span data-figure="oldest" { (parts::oldest(group.behind_ms)) } }
                             td.off { span data-figure="spark" { (parts::spark(&group.spark)) } }
                             td.num data-label="Dead letters" { span data-figure="dead" class=[(group.dead_letters > 0).then_some("bad")] { (number(group.dead_letters)) } }
                         }
@@ -77,7 +82,7 @@ pub(super) async fn show(
     State(state): State<AppState>,
     caller: Caller,
     Path(name): Path<String>,
-) -> Result<Response, PageError> {
+) -> Result<Response, Problem> {
     let wanted = caller.group(&name)?;
     let known = state.live().figures().groups().await?;
     let mut found = known.iter().find(|group| group.name == wanted).cloned();
@@ -106,7 +111,7 @@ pub(super) async fn show(
             (figure("Behind", &number(group.behind), "not delivered yet"))
             (figure("In flight", &number(group.in_flight), "delivered, not settled"))
             (figure("Waiting", &number(group.waiting), "for their next attempt"))
-            (figure("Oldest", &parts::millis(u64::try_from(group.behind_for.as_millis()).unwrap_or(u64::MAX)), "unsettled event"))
+            (figure("Oldest", &parts::oldest(u64::try_from(group.behind_for.as_millis()).unwrap_or(u64::MAX)), "unsettled event"))
             (figure("Dead letters", &number(group.dead_letters), "open"))
         }
         br;

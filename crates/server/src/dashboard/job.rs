@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Query, State};
+use axum::extract::{Path, State};
 use axum::response::Response;
 use everbus::{HistoryQuery, Order, Recorded, Result, Timestamp};
 use everbus_jobs::events::{JOB, TASK, TaskHeartbeat, TaskState};
@@ -12,10 +12,12 @@ use maud::{Markup, html};
 use serde::Deserialize;
 
 use super::dag;
-use super::jobs::{Chosen, job_badge, no_worker, percent_of};
-use super::page::{Page, PageError, Place, may_operate};
+use super::jobs::{Chosen, job_badge, no_worker};
+use super::page::{Page, Place, may_operate};
 use super::parts;
 use crate::auth::{Caller, Scope};
+use crate::body::Params;
+use crate::problem::Problem;
 use crate::state::AppState;
 
 /// Graphs with more tasks are not drawn: a person could not read them.
@@ -38,8 +40,8 @@ pub(super) async fn show(
     State(state): State<AppState>,
     caller: Caller,
     Path(id): Path<String>,
-    Query(query): Query<At>,
-) -> Result<Response, PageError> {
+    Params(query): Params<At>,
+) -> Result<Response, Problem> {
     let chosen = Chosen::of(&state, &caller, &query.tenant).await?;
     let jobs = &chosen.jobs;
     let at: Option<Timestamp> = match query.at.as_str() {
@@ -255,7 +257,7 @@ pub(super) fn colour(event_type: &str) -> &'static str {
 }
 
 fn timeline(chosen: &Chosen, id: &str, moments: &[Moment]) -> Markup {
-    let path = format!("/jobs/{}", percent_of(id));
+    let path = format!("/jobs/{}", crate::api::percent_encoded(id));
     html! {
         section.card #timeline data-live {
             header { h2 { "Time line" } }

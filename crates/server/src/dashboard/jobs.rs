@@ -1,6 +1,6 @@
 //! The page of all jobs: their progress, the health of running tasks, and the schedules.
 
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::response::Response;
 use everbus::Result;
 use everbus_jobs::events::{Health, TaskState};
@@ -12,12 +12,14 @@ use serde::Deserialize;
 
 use super::dag;
 use super::events::link;
-use super::page::{Page, PageError, Place};
+use super::page::{Page, Place};
 use super::parts::{self, number};
 use crate::api::jobs::WantedJobs;
 use crate::api::percent_encoded;
 use crate::api::schedules::{self, Schedule};
 use crate::auth::Caller;
+use crate::body::Params;
+use crate::problem::Problem;
 use crate::state::AppState;
 use crate::tasks::of_caller;
 
@@ -38,7 +40,7 @@ impl Chosen {
         state: &AppState,
         caller: &Caller,
         asked: &str,
-    ) -> Result<Self, PageError> {
+    ) -> Result<Self, Problem> {
         let all = state.jobs()?;
         all.index().catch_up(all.bus(), None).await?;
         let of_one = caller.tenant().is_some();
@@ -72,11 +74,11 @@ impl Chosen {
     }
 
     pub(super) fn job(&self, id: &str) -> String {
-        self.link(&format!("/jobs/{}", percent_of(id)), &[])
+        self.link(&format!("/jobs/{}", percent_encoded(id)), &[])
     }
 
     pub(super) fn task(&self, id: &str) -> String {
-        self.link(&format!("/tasks/{}", percent_of(id)), &[])
+        self.link(&format!("/tasks/{}", percent_encoded(id)), &[])
     }
 
     /// The form that chooses a tenant, if there are several.
@@ -96,11 +98,6 @@ impl Chosen {
             }
         }
     }
-}
-
-/// Encodes an id as one segment of a path: also its slashes are encoded.
-pub(super) fn percent_of(id: &str) -> String {
-    percent_encoded(id).replace('/', "%2F")
 }
 
 /// The tabs for the lists of jobs and of tasks.
@@ -126,8 +123,8 @@ pub(super) struct Filters {
 pub(super) async fn list(
     State(state): State<AppState>,
     caller: Caller,
-    Query(filters): Query<Filters>,
-) -> Result<Response, PageError> {
+    Params(filters): Params<Filters>,
+) -> Result<Response, Problem> {
     let chosen = Chosen::of(&state, &caller, &filters.tenant).await?;
     let wanted = filters.state.map(JobState::from);
     let cursor = (!filters.cursor.is_empty()).then_some(filters.cursor.as_str());
@@ -205,7 +202,7 @@ const fn note(state: TaskState) -> &'static str {
         TaskState::Pending => "wait for a worker",
         TaskState::Processing => "a worker has them",
         TaskState::Completed => "ended well",
-        TaskState::Failed => "failed, timed out or cancelled",
+        TaskState::Failed => "or timed out, or cancelled",
     }
 }
 
@@ -221,7 +218,7 @@ fn health_figure(health: &HealthReport) -> Markup {
         div.card.figure {
             div.label { "Task health" }
             div class={ "value " (class) } #health { (value) }
-            div.note { (summary.healthy) " healthy, " (late) " late, " (health.waiting.len()) " wait too long" }
+            div.note { (late) " late, " (health.waiting.len()) " wait too long" }
         }
     }
 }

@@ -20,12 +20,10 @@ mod parts;
 mod system;
 mod tasks;
 
-use axum::response::{IntoResponse as _, Response};
-use http::{HeaderMap, StatusCode, Uri, header};
-
 use crate::auth::Scope;
-use crate::problem::Problem;
 use crate::routes::{Access, Route};
+
+pub(crate) use page::error_page;
 
 /// Pages need the scope `read`.
 const READ: Access = Access::Page(Scope::Read);
@@ -48,17 +46,4 @@ pub(crate) fn routes() -> Vec<Route> {
     ];
     routes.extend(assets::routes());
     routes
-}
-
-/// The answer for a path that no route has: a page for a browser, and for other clients an empty body, which becomes a
-/// problem document.
-pub(crate) async fn nothing_here(uri: Uri, headers: HeaderMap) -> Response {
-    let accepted = headers.get(header::ACCEPT);
-    let accepted = accepted.and_then(|accepted| accepted.to_str().ok());
-    let is_browser = accepted.is_some_and(|accepted| accepted.contains("text/html"));
-    if !is_browser || uri.path().starts_with("/v1/") {
-        return StatusCode::NOT_FOUND.into_response();
-    }
-    let problem = Problem::not_found("There is no page under this path.");
-    page::PageError::from(problem).into_response()
 }

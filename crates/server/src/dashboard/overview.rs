@@ -6,19 +6,24 @@ use everbus::DeadLetterFilter;
 use maud::{Markup, html};
 
 use super::kinds::{self, Kind};
-use super::page::{Page, PageError, Place};
+use super::page::{Page, Place};
 use super::parts::{self, latency, number};
 use crate::auth::Caller;
-use crate::figures::{Overview, Point};
+use crate::figures::{GroupFigures, Overview, Point};
+use crate::problem::Problem;
 use crate::state::AppState;
 
+/// How many groups are shown.
+const GROUPS: usize = 12;
+/// A group whose oldest event has waited longer than this, in milliseconds, comes first.
+const LATE_MS: u64 = 60_000;
 /// How many errors are shown.
 const KINDS: usize = 6;
 
 pub(super) async fn show(
     State(state): State<AppState>,
     caller: Caller,
-) -> Result<Response, PageError> {
+) -> Result<Response, Problem> {
     let figures = state.live().figures();
     let overview = figures.overview(&caller).await;
     let points = figures.points(&caller);
@@ -84,9 +89,9 @@ fn cards(now: &Point, of_tenant: bool) -> Markup {
                 }
             }
             a.card.figure href="/groups" {
-                div.label { "Waiting" }
+                div.label { "Unsettled" }
                 div.value #f-waiting { (number(now.waiting)) }
-                div.note { "not settled yet" }
+                div.note { "waiting or being handled" }
             }
             a.card.figure href="/dead-letters" {
                 div.label { "Dead letters" }
@@ -122,7 +127,7 @@ fn chart(id: &str, title: &str, keys: &[(&str, &str)]) -> Markup {
 fn groups(overview: &Overview) -> Markup {
     html! {
         section.card {
-            header { h2 { "Groups" } span.tools { a.small href="/groups" { "All groups" } } }
+            header { h2 { "Groups" } span.tools { a.small href="/groups" { "All " (overview.groups.len()) " groups" } } }
             @if overview.groups.is_empty() {
                 (parts::empty(
                     "No group consumes yet",
@@ -131,13 +136,13 @@ fn groups(overview: &Overview) -> Markup {
                 ))
             } @else {
                 div.scroll { table.cards {
-                    thead { tr { th { "Group" } th.num { "Waiting" } th.num { "Oldest" } th { "Last 2 minutes" } th.num { "Dead" } } }
+                    thead { tr { th { "Group" } th.num title="waiting or being handled" { "Unsettled" } th.num title="the oldest event that is not settled" { "Oldest" } th title="unsettled events" { "Last 2 minutes" } th.num title="open dead letters" { "Dead" } } }
                     tbody #group-rows {
-                        @for group in overview.groups.iter().take(12) {
+                        @for group in first(&overview.groups) {
                             tr data-href={ "/groups/" (crate::api::percent_encoded(&group.name)) } data-group=(group.name) {
                                 td.lead { a href={ "/groups/" (crate::api::percent_encoded(&group.name)) } { (group.name) } }
-                                td.num data-label="Waiting" { span data-figure="waiting" { (number(group.behind + group.in_flight + group.waiting)) } }
-                                td.num data-label="Oldest" { span data-figure="oldest" { (parts::millis(group.behind_ms)) } }
+                                td.num data-label="Unsettled" { span data-figure="waiting" { (number(group.behind + group.in_flight + group.waiting)) } }
+                                td.num data-label="Oldest" { span data-figure="oldest" { (parts::oldest(group.behind_ms)) } }
                                 td.off { span data-figure="spark" { (parts::spark(&group.spark)) } }
                                 td.num data-label="Dead letters" { span data-figure="dead" class=[(group.dead_letters > 0).then_some("bad")] { (number(group.dead_letters)) } }
                             }
@@ -147,6 +152,17 @@ fn groups(overview: &Overview) -> Markup {
             }
         }
     }
+}
+
+/// The groups to show: those with trouble first, and those of single processes last.
+fn first(groups: &[GroupFigures]) -> Vec<&GroupFigures> {
+    let mut first: Vec<&GroupFigures> = groups.iter().collect();
+    first.sort_by_key(|group| {
+        let troubled = group.dead_letters > 0 || group.behind_ms > LATE_MS;
+        (group.ephemeral, !troubled)
+    });
+    first.truncate(GROUPS);
+    first
 }
 
 /// The most frequent errors of dead letters.

@@ -1,7 +1,6 @@
 //! The frame around every page, and the error page.
 
 use axum::response::{IntoResponse, Response};
-use everbus::Error;
 use http::{HeaderValue, StatusCode, header};
 use maud::{DOCTYPE, Markup, html};
 
@@ -224,45 +223,29 @@ impl IntoResponse for Html {
     }
 }
 
-/// An error, shown as a page.
-pub(super) struct PageError(Problem);
-
-impl From<Problem> for PageError {
-    fn from(problem: Problem) -> Self {
-        Self(problem)
-    }
-}
-
-impl From<Error> for PageError {
-    fn from(error: Error) -> Self {
-        Self(error.into())
-    }
-}
-
-impl IntoResponse for PageError {
-    fn into_response(self) -> Response {
-        let status = self.0.status();
-        let title = match status {
-            StatusCode::NOT_FOUND => "Not found",
-            StatusCode::NOT_IMPLEMENTED => "This engine cannot do this",
-            _ => "This did not work",
-        };
-        let body = html! {
-            div.sign-in {
-                div.card {
-                    div.empty {
-                        h2 { (title) }
-                        p { (self.0.detail()) }
-                        @if let Some(hint) = self.0.hint_text() { p.small { (hint) } }
-                        p { a.button href="/" { "Overview" } }
-                    }
+/// The page that a person sees in place of a problem document.
+pub(crate) fn error_page(problem: &Problem) -> String {
+    let title = match problem.status() {
+        StatusCode::NOT_FOUND => "Not found",
+        StatusCode::FORBIDDEN => "Not allowed",
+        StatusCode::NOT_IMPLEMENTED => "This engine cannot do this",
+        StatusCode::TOO_MANY_REQUESTS => "Too many requests",
+        status if status.is_server_error() => "The server could not answer",
+        _ => "This did not work",
+    };
+    let body = html! {
+        div.sign-in {
+            div.card {
+                div.empty {
+                    h2 { (title) }
+                    p { (problem.detail()) }
+                    @if let Some(hint) = problem.hint_text() { p.small { (hint) } }
+                    p { a.button href="/" { "Overview" } }
                 }
             }
-        };
-        let mut response = document(title, None, &body).into_response();
-        *response.status_mut() = status;
-        response
-    }
+        }
+    };
+    document(title, None, &body).0.into_string()
 }
 
 /// Whether the buttons for operators are shown.

@@ -45,6 +45,14 @@ pub(super) fn millis(millis: u64) -> String {
     }
 }
 
+/// How old the oldest waiting event is; a dash if none waits.
+pub(super) fn oldest(of_millis: u64) -> String {
+    match of_millis {
+        0 => "–".to_owned(),
+        age => millis(age),
+    }
+}
+
 /// A latency in milliseconds. Short ones have a decimal.
 pub(super) fn latency(of_millis: f64) -> String {
     match of_millis < 10.0 {
@@ -102,6 +110,29 @@ pub(super) fn beginning(event: &Event) -> String {
         shown.push('…');
     }
     shown
+}
+
+/// The part of a payload that a search has found, for a line of a list, with the found text marked.
+pub(super) fn found(event: &Event, wanted: &str) -> Markup {
+    const BEFORE: usize = 40;
+    const AFTER: usize = 120;
+    let text = String::from_utf8_lossy(event.payload());
+    let same = |part: &[u8]| part.eq_ignore_ascii_case(wanted.as_bytes());
+    let at = match wanted.is_empty() {
+        true => None,
+        false => text.as_bytes().windows(wanted.len()).position(same),
+    };
+    let Some(at) = at else {
+        return html! { (beginning(event)) };
+    };
+    let (before, rest) = text.split_at(at);
+    let (hit, after) = rest.split_at(wanted.len());
+    let line = |text: &mut dyn Iterator<Item = char>| text.filter(|c| !c.is_control()).collect();
+    let from = before.char_indices().rev().nth(BEFORE - 1);
+    let from = from.map_or(0, |(from, _)| from);
+    let before: String = line(&mut before[from..].chars());
+    let after: String = line(&mut after.chars().take(AFTER));
+    html! { @if from > 0 { "…" } (before) mark { (hit) } (after) }
 }
 
 pub(super) fn state(state: EventState) -> Markup {

@@ -1,14 +1,16 @@
 //! The system page: the guarantees of the engine, the running servers, the configuration and the audit trail.
 
-use axum::extract::{Query, State};
+use axum::extract::State;
 use axum::response::Response;
 use everbus::{AuditPage, AuditQuery, Code};
 use maud::{Markup, html};
 use serde::Deserialize;
 
-use super::page::{Page, PageError, Place};
+use super::page::{Page, Place};
 use super::parts::{self, number};
 use crate::auth::{Caller, Scope};
+use crate::body::Params;
+use crate::problem::Problem;
 use crate::state::AppState;
 
 const ENTRIES: usize = 50;
@@ -24,8 +26,8 @@ pub(super) struct Wanted {
 pub(super) async fn show(
     State(state): State<AppState>,
     caller: Caller,
-    Query(wanted): Query<Wanted>,
-) -> Result<Response, PageError> {
+    Params(wanted): Params<Wanted>,
+) -> Result<Response, Problem> {
     let audit = audit(&state, &wanted).await?;
     let body = html! {
         div.head { h1 { "System" } span.sub { "everbus " (env!("CARGO_PKG_VERSION")) } }
@@ -65,7 +67,7 @@ fn engine(state: &AppState) -> Markup {
         section.card {
             header { h2 { "What an acknowledgement means" } }
             div.body {
-                p { span.badge.good { (capabilities.durability) } " An acknowledged event " (capabilities.durability.meaning()) "." }
+                p { span.badge.good { (capabilities.durability.to_string().replace('_', " ")) } " An acknowledged event " (capabilities.durability.meaning()) "." }
                 @for weakness in weaknesses {
                     div.notice.warn { p { (weakness) } }
                 }
@@ -142,13 +144,15 @@ fn processes(state: &AppState) -> Markup {
     html! {
         section.card {
             header { h2 { "Servers on this store" } }
-            div.scroll { table {
-                thead { tr { th { "Host" } th.num { "Process" } th { "Version" } th.num { "Started" } th.num { "Published" } th.num { "Handled" } } }
+            div.scroll { table.cards {
+                thead { tr { th { "Host" } th.num { "Process" } th.num { "Started" } th.num { "Published" } th.num { "Handled" } } }
                 tbody { @for report in &reports {
                     tr {
-                        td.wrap { (report.host) } td.num { (report.pid) } td { (report.version) }
-                        td.num { (parts::time(report.started_at)) }
-                        td.num { (number(report.totals.published as u64)) } td.num { (number(report.totals.handled as u64)) }
+                        td.lead { span.wrap { (report.host) } span.clip.small.faint { (report.version) } }
+                        td.num data-label="Process" { (report.pid) }
+                        td.num data-label="Started" { (parts::time(report.started_at)) }
+                        td.num data-label="Published" { (number(report.totals.published as u64)) }
+                        td.num data-label="Handled" { (number(report.totals.handled as u64)) }
                     }
                 } }
             } }
@@ -177,7 +181,7 @@ fn configuration(state: &AppState, caller: &Caller) -> Markup {
     }
 }
 
-async fn audit(state: &AppState, wanted: &Wanted) -> Result<Option<AuditPage>, PageError> {
+async fn audit(state: &AppState, wanted: &Wanted) -> Result<Option<AuditPage>, Problem> {
     let given = |text: &str| (!text.trim().is_empty()).then(|| text.trim().to_owned());
     let query = AuditQuery {
         actor: given(&wanted.actor),
@@ -206,6 +210,7 @@ fn trail(page: Option<&AuditPage>, wanted: &Wanted) -> Markup {
             }
             @match page {
                 None => (parts::empty("No audit trail", "This engine keeps none. A store beside it does.", None)),
+                Some(page) if page.items.is_empty() && !(wanted.action.is_empty() && wanted.actor.is_empty()) => (parts::empty("Nothing matches", "No record has this action and actor. \"dlq.*\" matches every action that begins with dlq.", None)),
                 Some(page) if page.items.is_empty() => (parts::empty("Nothing recorded", "Every retry, edit, purge, pause and replay is recorded here with who did it.", None)),
                 Some(page) => {
                     div.scroll { table.cards {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use axum::extract::{Path, Query, State};
+use axum::extract::{Path, State};
 use axum::response::Response;
 use everbus::{Recorded, Result, TypedEvent as _};
 use everbus_jobs::events::{TASK, TaskProcessingFailed, TaskState};
@@ -13,11 +13,13 @@ use serde::Deserialize;
 use super::dag;
 use super::job::{colour, task_buttons};
 use super::jobs::{Chosen, health_badge, no_worker, tabs};
-use super::page::{Page, PageError, Place};
+use super::page::{Page, Place};
 use super::parts::{self, number};
 use crate::api::events::{EventsQuery, page as events_page};
 use crate::api::tasks::WantedState;
 use crate::auth::Caller;
+use crate::body::Params;
+use crate::problem::Problem;
 use crate::state::AppState;
 
 const PAGE: usize = 50;
@@ -37,8 +39,8 @@ pub(super) struct Filters {
 pub(super) async fn list(
     State(state): State<AppState>,
     caller: Caller,
-    Query(filters): Query<Filters>,
-) -> Result<Response, PageError> {
+    Params(filters): Params<Filters>,
+) -> Result<Response, Problem> {
     let chosen = Chosen::of(&state, &caller, &filters.tenant).await?;
     let wanted = filters.state.map(TaskState::from);
     let cursor = (!filters.cursor.is_empty()).then_some(filters.cursor.as_str());
@@ -137,8 +139,8 @@ pub(super) async fn show(
     State(state): State<AppState>,
     caller: Caller,
     Path(id): Path<String>,
-    Query(whose): Query<Whose>,
-) -> Result<Response, PageError> {
+    Params(whose): Params<Whose>,
+) -> Result<Response, Problem> {
     let chosen = Chosen::of(&state, &caller, &whose.tenant).await?;
     let task = chosen.jobs.task_status(&id).await?;
     let events = EventsQuery {
@@ -154,8 +156,8 @@ pub(super) async fn show(
         limit: Some(ATTEMPTS),
         ..events.clone()
     };
-    let events = events_page(state.bus(), &caller, &events).await?;
-    let failed = events_page(state.bus(), &caller, &failed).await?;
+    let events = events_page(&state, &caller, &events).await?;
+    let failed = events_page(&state, &caller, &failed).await?;
     let pending = u64::from(task.state == Some(TaskState::Pending));
     let health = (task.state == Some(TaskState::Processing))
         .then(|| state.options().task_health.judge(&task, chosen.jobs.now()));

@@ -16,6 +16,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, Uri, header};
 use tower::Service as _;
 
 use crate::auth::Caller;
+use crate::dashboard::error_page;
 use crate::problem::{self, Problem};
 use crate::state::AppState;
 use crate::timer::ConnectionTimer;
@@ -98,6 +99,7 @@ pub(crate) async fn around(state: &AppState, mut router: Router, mut request: Re
         });
     }
     let seen = Seen::of(&request);
+    let is_person = is_person(&request);
     let origin = allowed_origin(state, request.headers());
     let is_open = state.is_open().await;
     let admitted = is_open.map_err(Problem::from);
@@ -112,7 +114,10 @@ pub(crate) async fn around(state: &AppState, mut router: Router, mut request: Re
                 .map_or_else(|_| seen.panicked(), |Ok(response)| response)
         }
     };
-    let mut response = as_problem(response);
+    let mut response = as_problem(response, is_person);
+    if is_person && let Some(problem) = response.extensions_mut().remove::<Problem>() {
+        show_page(&mut response, &problem);
+    }
     seen.log(response.status(), &id);
     finish(response.headers_mut(), id, origin);
     response
@@ -285,7 +290,7 @@ fn finish(headers: &mut HeaderMap, id: HeaderValue, origin: Option<HeaderValue>)
 
 /// Turns a plain text error of the router (no such path, no such method, a path that is not UTF-8) into a problem
 /// document.
-fn as_problem(response: Response) -> Response {
+fn as_problem(response: Response, is_person: bool) -> Response {
     let status = response.status();
     let kind = response.headers().get(header::CONTENT_TYPE);
     let is_plain = kind.is_none_or(|kind| kind.as_bytes().starts_with(b"text/plain"));
@@ -301,8 +306,11 @@ fn as_problem(response: Response) -> Response {
     };
     let allow = response.headers().get(header::ALLOW).cloned();
     let mut problem = Problem::new(status, code, what);
-    if status == StatusCode::NOT_FOUND {
+    if status == StatusCode::NOT_FOUND && !is_person {
         problem = problem.hint("/openapi.json lists every path");
+    }
+    if let Some(allowed) = allow.as_ref().and_then(|allow| allow.to_str().ok()) {
+        problem = problem.hint(format!("the path has {allowed}"));
     }
     let mut response = problem.into_response();
     debug_assert_eq!(
@@ -313,6 +321,24 @@ fn as_problem(response: Response) -> Response {
         response.headers_mut().insert(header::ALLOW, allow);
     }
     response
+}
+
+/// Whether a person waits for the response: a browser asks for a page that is not of the API.
+fn is_person(request: &Request) -> bool {
+    let accepted = request.headers().get(header::ACCEPT);
+    let accepted = accepted.and_then(|accepted| accepted.to_str().ok());
+    request.method() == Method::GET
+        && !request.uri().path().starts_with("/v1/")
+        && accepted.is_some_and(|accepted| accepted.contains("text/html"))
+}
+
+/// Replaces a problem document by a page. The status and the other headers stay.
+fn show_page(response: &mut Response, problem: &Problem) {
+    *response.body_mut() = error_page(problem).into();
+    let html = HeaderValue::from_static("text/html; charset=utf-8");
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, html);
+    headers.remove(header::CONTENT_LENGTH);
 }
 
 /// The request id of the client, if it is valid: 1 to 128 visible ASCII characters.

@@ -84,6 +84,23 @@ async fn bad_bodies_are_refused_and_the_server_goes_on() {
         assert_eq!(got.status, status, "{shown}");
         got.problem(status);
     }
+    for (path, says) in [
+        ("/v1/events?limit=many", "limit: not a whole number"),
+        (
+            "/v1/events?since=yesterday",
+            "since: \"yesterday\" is not a time",
+        ),
+        ("/v1/events/stream?form=first", "unknown field `form`"),
+        ("/v1/tasks/none", "there is no task"),
+    ] {
+        let got = api.get(path, None).await;
+        let detail = got.json()["detail"].as_str().unwrap().to_owned();
+        assert!(detail.contains(says), "{path}: {detail}");
+        assert!(!got.json().to_string().contains("--"), "{}", got.json());
+    }
+    let nameless = json!({ "name": "", "scopes": ["read"] });
+    let got = api.post("/v1/tokens", None, &nameless).await;
+    assert_eq!(got.problem(400), "InvalidSetting");
     let page = api.get("/v1/events", None).await.ok(200);
     assert_eq!(
         page["items"].as_array().unwrap().len(),

@@ -84,7 +84,7 @@ async fn failed_job(server: &Served) {
             "{\"requestId\": \"later\", \"name\": \"clean-up\", \"afterMs\": 3600000}",
         )
         .await;
-    assert_eq!(reply.status, 200, "{}", reply.body);
+    assert_eq!(reply.status, 201, "{}", reply.body);
     let ended = jobs.wait("store-analysis", |_| {}).await.unwrap();
     assert_eq!(ended.state, JobState::Failed);
 }
@@ -112,7 +112,7 @@ async fn a_job_is_watched_resumed_and_seen_as_it_was() {
     let posted = server
         .send("POST", "/v1/jobs", &json, &body.to_string())
         .await;
-    assert_eq!(posted.status, 200, "{}", posted.body);
+    assert_eq!(posted.status, 201, "{}", posted.body);
     // The job appears in the open list.
     browser
         .wait_for("document.querySelector('tr[data-job=\"store-analysis\"]')")
@@ -391,6 +391,98 @@ async fn a_dead_letter_is_retried_and_another_one_corrected() {
         actions.contains(&"dlq.retry") && actions.contains(&"dlq.edit"),
         "{actions:?}"
     );
+    drop(browser);
+    server.stop().await;
+}
+
+// conformance: operations/dashboard-bulk: a group is paused and resumed, and dead letters are retried and purged in bulk, after a question that says how many there are
+// needs: chromium
+#[tokio::test(flavor = "multi_thread")]
+async fn a_group_is_paused_and_dead_letters_are_purged_in_bulk() {
+    let Some(browser) = Browser::start().await else {
+        return;
+    };
+    let server = Served::start().await;
+    shop(&server).await;
+    let dead = async |many: u64| {
+        crate::served::until("dead letters", || async {
+            let all = everbus::DeadLetterFilter::default();
+            let count = server.bus.dead_letters().count(all).await.unwrap();
+            (count == many).then_some(())
+        })
+        .await;
+    };
+    dead(8).await;
+    browser.open(&url(&server, "/groups/mail")).await;
+    browser.click("[data-pause=mail]").await;
+    browser.screenshot("ask-before-pause").await;
+    browser.click("#confirm-yes").await;
+    browser
+        .wait_for("document.querySelector('[data-resume=mail]')")
+        .await;
+    let paused = server.bus.paused_groups().await.unwrap();
+    assert_eq!(paused.len(), 1);
+    let told = browser.eval("document.querySelector('main').textContent");
+    let told = told.await;
+    assert!(
+        told.as_str().unwrap().contains("paused the group"),
+        "{told}"
+    );
+    browser.click("[data-resume=mail]").await;
+    browser.click("#confirm-yes").await;
+    browser
+        .wait_for("document.querySelector('[data-pause=mail]')")
+        .await;
+
+    browser.open(&url(&server, "/dead-letters")).await;
+    let question = "document.querySelector('#confirm').open && \
+                    document.querySelector('#confirm-body').textContent.includes('8 dead letters match')";
+    // Cancelled, nothing happens.
+    browser.click("#purge-all").await;
+    browser.wait_for(question).await;
+    browser.screenshot("ask-before-purge").await;
+    browser.click("#confirm button[value='']").await;
+    dead(8).await;
+    let retried = everbus::Clock::now(&everbus::SystemClock);
+    browser.click("#retry-all").await;
+    browser.wait_for(question).await;
+    browser.click("#confirm-yes").await;
+    browser
+        .wait_for("document.querySelector('#toasts').textContent.includes('8 wait')")
+        .await;
+    // The handler fails as before.
+    crate::served::until("the second deaths", || async {
+        let all = everbus::DeadLetterFilter::default();
+        let page = everbus::PageRequest::default();
+        let page = server
+            .bus
+            .dead_letters()
+            .list_page(all, page)
+            .await
+            .unwrap();
+        let again = |letter: &everbus::DeadLetter| letter.died_at > retried;
+        (page.items.len() == 8 && page.items.iter().all(again)).then_some(())
+    })
+    .await;
+    browser.open(&url(&server, "/dead-letters")).await;
+    browser.click("#purge-all").await;
+    browser.wait_for(question).await;
+    browser.click("#confirm-yes").await;
+    dead(0).await;
+    browser
+        .wait_for("document.querySelector('main').textContent.includes('No dead letters')")
+        .await;
+    browser.no_errors().await;
+    let trail = server.bus.audit().query(AuditQuery::default()).await;
+    let trail = trail.unwrap();
+    let actions = trail.items.iter().map(|r| r.entry.action.as_str());
+    let actions: Vec<&str> = actions.collect();
+    for action in ["groups.pause", "groups.resume", "dlq.retry", "dlq.purge"] {
+        assert!(
+            actions.iter().any(|known| known.starts_with(action)),
+            "{action} of {actions:?}"
+        );
+    }
     drop(browser);
     server.stop().await;
 }

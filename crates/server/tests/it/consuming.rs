@@ -204,6 +204,18 @@ async fn a_paused_group_stays_paused_across_a_restart() {
         (count.load(Ordering::SeqCst) == 3).then_some(())
     })
     .await;
+    // A group whose handlers run is kept; another one is deleted.
+    let delete = async |path: &str| api.send("DELETE", path, None, &[], b"").await;
+    let kept = delete("/v1/groups/running").await;
+    assert_eq!(kept.problem(409), "GroupConflict");
+    let declare = json!({ "patterns": ["tick.*"] });
+    api.post("/v1/groups/old/fetch", None, &declare)
+        .await
+        .ok(200);
+    let removed = delete("/v1/groups/old").await.ok(200);
+    assert_eq!(removed["removed"], "old");
+    let gone = api.get("/v1/groups/old", None).await;
+    assert_eq!(gone.problem(404), "GroupNotFound");
     let audit = api.get("/v1/audit?action=groups.pause", None).await.ok(200);
     assert_eq!(audit["items"][0]["details"]["reason"], "maintenance");
     assert_eq!(
@@ -346,6 +358,29 @@ async fn webhooks_are_signed_and_retried() {
     api.publish(None, "order.placed").await;
     let listed = api.get("/v1/webhooks", None).await.ok(200);
     assert_eq!(listed["items"], json!([]));
+    api.stop().await;
+}
+
+// conformance: operations/webhook: 429 and 503 are tried again after their Retry-After, not after the delay of the policy
+#[tokio::test]
+async fn a_webhook_waits_as_long_as_its_receiver_says() {
+    let receiver = Receiver::start(&[
+        "503 Slow Down\r\nretry-after: 0\r\n",
+        "429 Too Many\r\nretry-after: 0\r\n",
+    ])
+    .await;
+    let config = format!(
+        "consumers:
+  billing:
+    stream: order.placed
+    retry: {{max_attempts: 5, backoff_multiplier: 3600, backoff_max: 3600}}
+    webhook: {{url: '{}', allow_private: true}}
+",
+        receiver.url
+    );
+    let api = Api::with(Some(&config), |_| {}).await;
+    api.publish(None, "order.placed").await;
+    receiver.wait_for(3).await;
     api.stop().await;
 }
 
@@ -548,7 +583,7 @@ async fn a_waiting_fetch_respects_a_pause() {
     api.stop().await;
 }
 
-// conformance: operations/dashboard-unsubscribed: the page of an event does not say that a group handled it if the group is not subscribed to its type
+// conformance: operations/dashboard-unsubscribed: neither the page of an event nor the API says that a group handled it if the group is not subscribed to its type
 #[tokio::test]
 async fn a_group_that_does_not_want_an_event_did_not_handle_it() {
     let api = Api::start().await;
@@ -570,6 +605,11 @@ async fn a_group_that_does_not_want_an_event_did_not_handle_it() {
     assert_eq!(page.matches("Handled at the first attempt").count(), 1);
     assert!(page.contains("Not subscribed to this type: mail"), "{page}");
     assert!(!page.contains("no subscription of the group"), "{page}");
+    let shown = api.get(&format!("/v1/events/{id}"), None).await.ok(200);
+    let groups = shown["groups"].as_array().unwrap();
+    assert_eq!(groups.len(), 1, "{groups:?}");
+    assert_eq!(groups[0]["group"], "billing");
+    assert_eq!(shown["not_subscribed"], json!(["mail"]));
     api.stop().await;
 }
 
@@ -607,7 +647,7 @@ async fn errors_with_different_numbers_are_one_kind() {
     api.stop().await;
 }
 
-// conformance: operations/dashboard-lost: a person at an unknown path gets a page that leads back; other clients get a problem document
+// conformance: operations/dashboard-lost: a person gets errors as a page that leads back: an unknown path, job or filter, a wrong host; other clients get a problem document
 #[tokio::test]
 async fn an_unknown_path_is_a_page_for_a_person_and_a_problem_for_a_program() {
     let api = Api::start().await;
@@ -625,6 +665,21 @@ async fn an_unknown_path_is_a_page_for_a_person_and_a_problem_for_a_program() {
         let got = api.send("GET", path, None, headers, b"").await;
         assert_eq!(got.problem(404), "NotFound", "{path}");
     }
+    // So is every other problem of a page.
+    let host = [html[0], ("host", "events.example")];
+    for (path, headers, status, says) in [
+        ("/jobs/none", &html[..], 404, "there is no job"),
+        ("/events?tpye=a.b", &html[..], 400, "tpye"),
+        ("/events?entity=x", &html[..], 400, "TYPE:ID"),
+        ("/", &host[..], 421, "127.0.0.1 or localhost"),
+    ] {
+        let got = api.send("GET", path, None, headers, b"").await;
+        assert_eq!(got.status, status, "{path}");
+        assert!(got.head.contains("content-type: text/html"), "{}", got.head);
+        let text = String::from_utf8(got.body).unwrap();
+        assert!(text.contains(says), "{path}: {text}");
+    }
+    assert_eq!(api.get("/jobs/none", None).await.problem(404), "NotFound");
     api.stop().await;
 }
 

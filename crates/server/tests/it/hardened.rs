@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
 use tokio_tungstenite::connect_async;
-use tokio_tungstenite::tungstenite::Message;
 use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
+use tokio_tungstenite::tungstenite::{Error, Message};
 
 use crate::api::{Api, PATIENCE, until};
 use crate::consuming::Receiver;
@@ -287,6 +287,47 @@ async fn listeners_end_with_their_token() {
         .await
         .expect("both end");
     streamed.unwrap();
+    api.stop().await;
+}
+
+// conformance: operations/server-websocket-token: the token of a WebSocket comes in a header, or as a subprotocol from a page of a browser, and is not accepted in the URL
+#[tokio::test]
+async fn the_token_of_a_websocket_is_not_in_its_url() {
+    let api = Api::start().await;
+    let token = api.token(&[Scope::Read], None).await;
+    let weak = api.token(&[Scope::Publish], None).await;
+    let connect = async |query: &str, header: Option<(&'static str, String)>| {
+        let url = format!("ws://{}/ws{query}", api.address);
+        let mut request = url.into_client_request().unwrap();
+        if let Some((name, value)) = header {
+            request.headers_mut().insert(name, value.parse().unwrap());
+        }
+        match connect_async(request).await {
+            Ok((_, response)) => {
+                let chosen = response.headers().get("sec-websocket-protocol");
+                let chosen = chosen.map(|chosen| chosen.to_str().unwrap().to_owned());
+                (101, chosen)
+            }
+            Err(Error::Http(response)) => (response.status().as_u16(), None),
+            Err(error) => panic!("{error}"),
+        }
+    };
+    let offered = |token: &str| {
+        let offered = format!("everbus.v1, everbus.token.{token}");
+        Some(("sec-websocket-protocol", offered))
+    };
+    assert_eq!(connect("", None).await.0, 401);
+    for name in ["token", "access_token", "authorization"] {
+        let query = format!("?{name}={token}");
+        assert_eq!(connect(&query, None).await.0, 401, "{query}");
+    }
+    let header = Some(("authorization", format!("Bearer {token}")));
+    assert_eq!(connect("", header).await.0, 101);
+    // The answer names the protocol and never the token.
+    let protocol = Some("everbus.v1".to_owned());
+    assert_eq!(connect("", offered(&token)).await, (101, protocol));
+    assert_eq!(connect("", offered("evb_wrong")).await.0, 401);
+    assert_eq!(connect("", offered(&weak)).await.0, 403);
     api.stop().await;
 }
 

@@ -60,7 +60,8 @@ async fn until_job(api: &Api, job: &str, state: &str) -> Value {
 async fn a_posted_job_is_dispatched_and_completes() {
     let api = Api::start().await;
     let posted = api.post("/v1/jobs", None, &diamond("j1", "work")).await;
-    let posted = posted.ok(200);
+    assert_eq!(posted.header("location"), Some("/v1/jobs/j1"));
+    let posted = posted.ok(201);
     assert_eq!(posted["jobId"], "j1");
     assert_eq!(posted["totalTasks"], 4);
     assert_eq!(posted["new"], true);
@@ -86,6 +87,7 @@ async fn a_posted_job_is_dispatched_and_completes() {
     }
     // The same job again is the same job.
     let again = api.post("/v1/jobs", None, &diamond("j1", "work")).await;
+    assert_eq!(again.header("location"), None);
     assert_eq!(again.ok(200)["new"], false);
 
     let history = api.get("/v1/tasks/j1-d/history", None).await.ok(200);
@@ -128,7 +130,7 @@ async fn a_failed_job_is_resumed_and_tasks_are_retried_and_cancelled() {
     let api = Api::start().await;
     let mended = worker(&api).await;
     let posted = api.post("/v1/jobs", None, &diamond("j2", "breaks")).await;
-    posted.ok(200);
+    posted.ok(201);
     let status = until_job(&api, "j2", "failed").await;
     assert_eq!(status["taskStatuses"]["j2-b"], "completed");
     assert_eq!(status["taskStatuses"]["j2-d"], Value::Null);
@@ -158,8 +160,12 @@ async fn a_failed_job_is_resumed_and_tasks_are_retried_and_cancelled() {
 
     // A task that waits for its time is cancelled; it does not run.
     let task = json!({ "requestId": "t1", "name": "work", "afterMs": 3_600_000 });
-    let submitted = api.post("/v1/tasks", None, &task).await.ok(200);
-    assert_eq!(submitted["state"], "pending");
+    let submitted = api.post("/v1/tasks", None, &task).await;
+    assert_eq!(submitted.header("location"), Some("/v1/tasks/t1"));
+    assert_eq!(submitted.ok(201)["state"], "pending");
+    let again = api.post("/v1/tasks", None, &task).await;
+    assert_eq!(again.header("location"), None);
+    assert_eq!(again.ok(200)["new"], false);
     let cancelled = api.post("/v1/tasks/t1/cancel", None, &json!({})).await;
     assert_eq!(
         cancelled.ok(200),
@@ -203,9 +209,16 @@ async fn tasks_jobs_and_schedules_of_tenants_are_apart() {
         Some(admin.as_str()),
     );
     let job = diamond("j", "work");
-    api.post("/v1/jobs", acme, &job).await.ok(200);
+    api.post("/v1/jobs", acme, &job).await.ok(201);
     let task = json!({ "requestId": "t", "name": "work" });
-    api.post("/v1/tasks", acme, &task).await.ok(200);
+    api.post("/v1/tasks", acme, &task).await.ok(201);
+    // The address names the tenant where the token does not.
+    let of_acme = json!({ "requestId": "a/b", "name": "work" });
+    let made = api.post("/v1/tasks?tenant=acme", admin, &of_acme).await;
+    let address = made.header("location").unwrap().replace("%2f", "%2F");
+    assert_eq!(address, "/v1/tasks/a%2Fb?tenant=acme");
+    let found = api.get(&address, admin).await.ok(200);
+    assert_eq!(found["requestId"], "a/b");
     let schedule =
         json!({ "cron": "0 3 * * *", "action": { "task": { "name": "report", "input": {} } } });
     let put = async |token, schedule: &Value| {
@@ -264,7 +277,7 @@ async fn tasks_jobs_and_schedules_of_tenants_are_apart() {
     assert_eq!(put(Some(&weak), &schedule).await.problem(403), "Forbidden");
 
     // The same ids are free for another tenant, and a caller of all tenants names the one that it means.
-    let same = api.post("/v1/jobs", other, &job).await.ok(200);
+    let same = api.post("/v1/jobs", other, &job).await.ok(201);
     assert_eq!(same["new"], true);
     assert_eq!(
         api.get("/v1/jobs/j", admin).await.problem(404),
@@ -409,7 +422,7 @@ async fn tasks_and_jobs_are_paged() {
     let ids = jobs.submit_all(&tasks).await.unwrap();
     for n in 0..7 {
         let job = json!({ "jobId": format!("j{n}"), "tasks": [{ "taskId": format!("t{n}"), "name": "w" }] });
-        api.post("/v1/jobs", None, &job).await.ok(200);
+        api.post("/v1/jobs", None, &job).await.ok(201);
     }
     let walk = async |path: &str, key: &str| {
         let mut seen = Vec::new();
@@ -497,7 +510,7 @@ async fn metrics_count_running_tasks_by_health() {
         .await
         .unwrap();
     let task = json!({ "requestId": "t", "name": "work" });
-    api.post("/v1/tasks?tenant=acme", None, &task).await.ok(200);
+    api.post("/v1/tasks?tenant=acme", None, &task).await.ok(201);
     until("the running task", || async {
         let text = text().await;
         text.contains("everbus_task_health{category=\"healthy\"} 1")
@@ -534,7 +547,7 @@ async fn the_page_of_a_task_shows_its_failed_attempts() {
         .await
         .unwrap();
     let task = json!({ "name": "fetch", "requestId": "t1" });
-    api.post("/v1/tasks", None, &task).await.ok(200);
+    api.post("/v1/tasks", None, &task).await.ok(201);
     until("the task", async || {
         let task = api.get("/v1/tasks/t1", None).await.ok(200);
         (task["state"] == "completed").then_some(())
@@ -553,7 +566,7 @@ async fn the_page_of_a_task_shows_its_failed_attempts() {
     );
     // A task without failures has no such card to see.
     let task = json!({ "name": "works", "requestId": "t2", "input": {} });
-    api.post("/v1/tasks", None, &task).await.ok(200);
+    api.post("/v1/tasks", None, &task).await.ok(201);
     let page = api.get("/tasks/t2", None).await;
     let page = String::from_utf8(page.body).unwrap();
     let (_, card) = page.split_once("id=\"failed-attempts\"").unwrap();
@@ -567,7 +580,7 @@ async fn reading_over_http_publishes_nothing() {
     let api = Api::with(None, |options| options.health_check = None).await;
     worker(&api).await;
     let posted = api.post("/v1/jobs", None, &diamond("j1", "breaks")).await;
-    posted.ok(200);
+    posted.ok(201);
     until_job(&api, "j1", "failed").await;
     let lag = || async {
         let groups = api.get("/v1/groups", None).await.ok(200);

@@ -21,5 +21,6 @@ mod publishing;
 mod retention;
 mod security;
 mod served;
+mod tenants;
 mod tls;
 mod webdriver;

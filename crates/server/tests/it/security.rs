@@ -69,6 +69,49 @@ async fn every_route_asks_for_its_scope() {
     api.stop().await;
 }
 
+/// What needs no token: health checks, signing in, and the files of the pages.
+const PUBLIC: &[&str] = &[
+    "GET /healthz",
+    "GET /readyz",
+    "GET /openapi.json",
+    "GET /login",
+    "POST /v1/session",
+    "DELETE /v1/session",
+];
+
+/// The scope of a route, by what it does.
+fn scope_of(method: &str, path: &str) -> Scope {
+    let publishes = ["/v1/events", "/v1/tasks", "/v1/jobs", "/v1/jobs/{id}/tasks"];
+    let consumes = ["/fetch", "/settle", "/extend"];
+    match (method, path) {
+        (_, path) if path.starts_with("/v1/tokens") => Scope::Admin,
+        (_, path) if path.starts_with("/v1/webhooks") => Scope::Consume,
+        ("GET", _) | ("POST", "/v1/dead-letters/preview") => Scope::Read,
+        ("POST", path) if publishes.contains(&path) => Scope::Publish,
+        ("POST", path) if consumes.iter().any(|end| path.ends_with(end)) => Scope::Consume,
+        _ => Scope::Operate,
+    }
+}
+
+// conformance: operations/server-routes: a route needs no token only if it is in the list of those, and what changes something needs another scope than what reads
+#[tokio::test]
+async fn every_route_has_the_scope_of_what_it_does() {
+    let api = Api::start().await;
+    for route in api.state.routes() {
+        let what = format!("{} {}", route.method, route.path);
+        match route.access {
+            Access::Public => {
+                let expected = PUBLIC.contains(&&*what) || what.starts_with("GET /assets/");
+                assert!(expected, "{what} needs no token");
+            }
+            Access::Scope(scope) | Access::Page(scope) => {
+                assert_eq!(scope, scope_of(route.method.as_str(), route.path), "{what}");
+            }
+        }
+    }
+    api.stop().await;
+}
+
 // conformance: operations/server-beyond-loopback: an address beyond loopback is refused until there is a token
 #[tokio::test]
 async fn other_machines_are_not_let_in_without_tokens() {
@@ -113,6 +156,14 @@ async fn pages_of_other_sites_cannot_act() {
         let headers = [json, ("origin", origin)];
         let got = api.send("POST", "/v1/events", None, &headers, body).await;
         assert_eq!(got.problem(403), "Forbidden", "{origin}");
+    }
+    for route in api.state.routes() {
+        if route.method != "GET" {
+            let (method, path) = (route.method.as_str(), path_of(route.path));
+            let headers = [json, ("origin", "https://evil.example")];
+            let got = api.send(method, &path, None, &headers, b"{}").await;
+            assert_eq!(got.problem(403), "Forbidden", "{method} {path}");
+        }
     }
     let headers = [json, ("sec-fetch-site", "cross-site")];
     let got = api.send("POST", "/v1/events", None, &headers, body).await;
@@ -405,6 +456,15 @@ async fn tenants_are_apart() {
     let left = api.get("/v1/dead-letters", Some(&everyone)).await.ok(200);
     assert_eq!(left["items"][0]["event"]["id"], second);
     assert_eq!(left["items"][0]["group"], "@beta/billing");
+    // A caller of all tenants opens the group of a tenant from the list.
+    let link = "/groups/%40beta%2Fbilling";
+    until("the group in the list", async || {
+        let page = api.get("/groups", Some(&everyone)).await;
+        let page = String::from_utf8(page.body).unwrap();
+        page.contains(&format!("href=\"{link}\"")).then_some(())
+    })
+    .await;
+    assert_eq!(api.get(link, Some(&everyone)).await.status, 200);
     api.stop().await;
 }
 

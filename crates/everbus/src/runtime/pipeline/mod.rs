@@ -127,6 +127,19 @@ enum Ran {
     Otherwise(Box<Done>),
 }
 
+impl Ran {
+    /// How long the handlers ran, if they handled the event.
+    fn took(&self) -> Option<Duration> {
+        match self {
+            Self::Handled { took } => Some(*took),
+            Self::Otherwise(done) => match done.judged.counted {
+                Counted::Handled { took } => Some(took),
+                _ => None,
+            },
+        }
+    }
+}
+
 impl From<Done> for Ran {
     fn from(done: Done) -> Self {
         Self::Otherwise(Box::new(done))
@@ -166,6 +179,9 @@ impl From<Judged> for Done {
     }
 }
 
+/// The target of the log line of each handled event.
+const HANDLED: &str = "everbus::handled";
+
 impl Pipeline {
     /// Takes one delivery through all layers. A panic on the way is a failure of the attempt.
     pub(crate) async fn deliver(
@@ -199,6 +215,14 @@ impl Pipeline {
             }),
             None => Judged::released(Duration::ZERO).into(),
         });
+        if tracing::enabled!(target: HANDLED, tracing::Level::DEBUG)
+            && let Some(took) = ran.took()
+        {
+            let duration_ms = took.as_secs_f64() * 1000.0;
+            guard::log(|| {
+                span.in_scope(|| tracing::debug!(target: HANDLED, duration_ms, "event handled"));
+            });
+        }
         let last = (delivery.retried || !delivery.failures.is_empty())
             .then(|| &*self.shared.options.worker_name);
         match ran {
