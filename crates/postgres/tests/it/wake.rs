@@ -78,16 +78,16 @@ async fn claims_that_no_fetch_takes_are_given_back_before_their_leases_end() {
     let cases = [Left::InAdvance, Left::ByASmallFetch, Left::ByADroppedFetch];
     let mut running = tokio::task::JoinSet::new();
     for left in cases {
-        running.spawn(given_back_before_their_leases_end(left));
+        let Some(url) = fresh_schema() else { return };
+        running.spawn(given_back_before_their_leases_end(left, url));
     }
     while let Some(ended) = running.join_next().await {
         ended.unwrap();
     }
 }
 
-async fn given_back_before_their_leases_end(left: Left) {
+async fn given_back_before_their_leases_end(left: Left, url: String) {
     const EVENTS: usize = 600;
-    let Some(url) = fresh_schema() else { return };
     let engine = open(&url).await;
     engine.broker.declare(group("g")).await.unwrap();
     let events: Vec<Event> = (0..EVENTS as u32).map(event).collect();
