@@ -33,8 +33,20 @@ impl Shared {
         let producer = self.link.producer();
         // All events are sent in order before the first answer is awaited.
         let mut sent = Vec::with_capacity(batch.len());
+        // Most events of a batch have the type of the one before, and so its topic.
+        let mut last: Option<(Arc<str>, Arc<Topic>)> = None;
         for event in batch {
-            sent.push(self.send_event(&producer, &event).await);
+            let topic = match &last {
+                Some((of, topic)) if **of == *event.event_type() => Ok(topic.clone()),
+                _ => self.topic_of(event.event_type()).await,
+            };
+            sent.push(match topic {
+                Ok(topic) => {
+                    last = Some((event.type_arc().clone(), topic.clone()));
+                    self.send_event(&producer, topic, &event).await
+                }
+                Err(error) => Err(error),
+            });
         }
         let mut answers = Vec::with_capacity(sent.len());
         for sent in sent {
@@ -53,8 +65,12 @@ impl Shared {
         }
     }
 
-    async fn send_event(&self, producer: &Arc<Producer>, event: &Event) -> Result<Sent> {
-        let topic = self.topic_of(event.event_type()).await?;
+    async fn send_event(
+        &self,
+        producer: &Arc<Producer>,
+        topic: Arc<Topic>,
+        event: &Event,
+    ) -> Result<Sent> {
         let received_at = self.stamp();
         let written = wire::write(event, topic.dialect, received_at)?;
         if written.size() > topic.max_bytes {

@@ -31,8 +31,8 @@ pub(crate) type RowId = (u32, u64);
 /// An event that is claimed: id, token, and the version of the partition that contains the attempt.
 pub(crate) type Claimed = (RowId, u64, u64);
 
-/// The ready events of a partition: whether each is fresh, and its place or turn by which they are sorted; then its turn
-/// and its place.
+/// The ready events of a partition, each with its turn and its place. They are sorted by the order in which they are handed
+/// out: first `(false, turn)`, the events that have begun before; then `(true, place)`, the fresh ones.
 type Ready = BTreeMap<(bool, u64), (u64, u64)>;
 
 /// The most unfinished events of a partition that have begun: the metadata has room for them.
@@ -60,8 +60,7 @@ pub(crate) struct Board {
     parts: BTreeMap<u32, Part>,
     next_slot: u32,
     turns: u64,
-    /// Events that may be handed out, by slot: first those that have begun before, by their turns, then fresh ones, by
-    /// their places. Each with its turn and its place.
+    /// Events that may be handed out, by slot.
     ready: HashMap<u32, Ready>,
     due: BTreeSet<(Instant, RowId)>,
     leases: BTreeSet<(Instant, RowId)>,

@@ -18,7 +18,7 @@ use rdkafka::producer::{FutureProducer, Producer as _};
 use tokio::sync::{Notify, OnceCell};
 
 use crate::config::{Address, Options};
-use crate::errors::{is_passing, refused};
+use crate::errors::{OLDEST, is_passing, refused};
 use crate::topics::{self, Defaults};
 
 /// The client's own limit is never reached: records are checked against the limit of their topic.
@@ -218,6 +218,10 @@ fn producer(
     context: Plain,
     timeout: Duration,
 ) -> Result<Producer, KafkaError> {
+    Producer::from_config_and_context(&producer_config(config, timeout), context)
+}
+
+fn producer_config(config: &ClientConfig, timeout: Duration) -> ClientConfig {
     let mut config = config.clone();
     config
         .set("acks", "all")
@@ -229,7 +233,7 @@ fn producer(
         .set("partitioner", "murmur2_random")
         // A record without a key goes to a random partition, not to the same one for a while.
         .set("sticky.partitioning.linger.ms", "0");
-    Producer::from_config_and_context(&config, context)
+    config
 }
 
 /// The error of a connection that could not be made.
@@ -252,11 +256,18 @@ fn not_connected(link: &Link, error: &KafkaError) -> Error {
             "check user and password: in the URL, or broker.user, broker.password and broker.sasl",
         );
     }
+    if has("apiversionrequest failed: broker") {
+        return new(
+            Code::Unsupported,
+            format!("{servers} refuses the requests of this client: {said}"),
+            OLDEST,
+        );
+    }
     if has("ssl") || has("certificate") {
         return new(
             Code::InvalidSetting,
             format!("{servers}: no TLS connection: {said}"),
-            "set tls only for a listener that has it; broker.tls.ca names the root certificate of the server",
+            "set tls if the listener has it, and only then; broker.tls.ca names the root certificate of the server",
         );
     }
     // A broker that is killed while it answers looks like a server of another protocol that disconnects. Only an
@@ -272,7 +283,7 @@ fn not_connected(link: &Link, error: &KafkaError) -> Error {
     new(
         Code::Unavailable,
         format!("{servers} does not answer: {said}"),
-        "is the server running, and is the address right?",
+        "is the server running, is the address right, and does the port want TLS?",
     )
 }
 
@@ -423,5 +434,20 @@ impl Link {
             Some(said) => error.hint(format!("the client said last: {said}")),
             None => error,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // conformance: contract/kafka-acks: events are acknowledged by all copies in sync, and the client repeats none of them
+    #[test]
+    fn an_event_is_acknowledged_by_all_copies_in_sync() {
+        let config = producer_config(&ClientConfig::new(), Duration::from_secs(10));
+        assert_eq!(config.get("acks"), Some("all"));
+        assert_eq!(config.get("enable.idempotence"), Some("true"));
+        // As the Java client, so that a key has the same partition whoever writes it.
+        assert_eq!(config.get("partitioner"), Some("murmur2_random"));
     }
 }

@@ -3,6 +3,10 @@
 use everbus_core::{Code, Error};
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Kind};
 
+/// The hint for a cluster that does not take the requests of this client.
+pub(crate) const OLDEST: &str =
+    "the cluster refuses the version of this client: Kafka 2.3 and newer are supported";
+
 /// The kind of an error of the client, if it has one.
 pub(crate) fn kind(error: &KafkaError) -> Option<Kind> {
     match error {
@@ -68,10 +72,7 @@ pub(crate) fn of_kind(what: &str, kind: Kind) -> Error {
             Code::Unsupported,
             "records are damaged, or compressed in a way that this build does not read",
         ),
-        Kind::UnsupportedVersion | Kind::UnsupportedFeature => new(
-            Code::Unsupported,
-            "the cluster refuses the version of this client: Kafka 2.3 and newer are supported",
-        ),
+        Kind::UnsupportedVersion | Kind::UnsupportedFeature => new(Code::Unsupported, OLDEST),
         Kind::InvalidReplicationFactor => new(
             Code::InvalidSetting,
             "the cluster has fewer brokers than copies: declare fewer copies, or start more brokers",

@@ -280,6 +280,7 @@ impl Member {
     /// Waits until a version of a partition is durable. Returns false if the partition went to another process.
     pub(crate) async fn durable(&self, slot: u32, version: u64, within: Duration) -> Result<bool> {
         let durable = async {
+            let mut kicked = false;
             loop {
                 let mut changed = std::pin::pin!(self.changed.notified());
                 changed.as_mut().enable();
@@ -288,10 +289,12 @@ impl Member {
                     Some(true) => return true,
                     None => return false,
                 }
+                if !std::mem::replace(&mut kicked, true) {
+                    self.kick();
+                }
                 changed.await;
             }
         };
-        self.kick();
         let in_time = tokio::time::timeout(within, durable).await;
         in_time.map_err(|_| self.not_durable())
     }

@@ -4,7 +4,7 @@
 //! when the commit that contains it is acknowledged. If the commit is not acknowledged in time, the same settlement
 //! may be repeated: it then waits for a later commit.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -36,8 +36,13 @@ struct Awaited {
 }
 
 impl Awaited {
-    fn answer(mut self) -> Result<()> {
+    /// The answer. `stored` has the members and slots of which everything that was awaited is committed.
+    fn answer(mut self, stored: &BTreeSet<(u64, u32)>) -> Result<()> {
         let (slot, version) = self.at;
+        if stored.contains(&(self.member.number, slot)) {
+            self.answered = true;
+            return Ok(());
+        }
         let committed = self.member.board.lock().is_committed(slot, version);
         self.answered = committed != Some(false);
         match committed {
@@ -83,15 +88,16 @@ impl Shared {
         }
         let waits = waits
             .into_iter()
-            .map(|((_, slot), (member, version))| async move {
+            .map(|((number, slot), (member, version))| async move {
                 member.changed.notify_waiters();
-                // The result is read below, for each settlement.
-                let _ = member.durable(slot, version, self.link.timeout).await;
+                let durable = member.durable(slot, version, self.link.timeout).await;
+                // Otherwise each settlement is looked at alone.
+                matches!(durable, Ok(true)).then_some((number, slot))
             });
-        join_all(waits).await;
+        let stored: BTreeSet<(u64, u32)> = join_all(waits).await.into_iter().flatten().collect();
         let answers = applied.into_iter();
         answers
-            .map(|applied| applied.and_then(Awaited::answer))
+            .map(|applied| applied.and_then(|awaited| awaited.answer(&stored)))
             .collect()
     }
 

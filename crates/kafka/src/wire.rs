@@ -325,6 +325,19 @@ mod tests {
         }
     }
 
+    // conformance: contract/kafka-trace: the trace of an event is in the headers that other programs read
+    #[test]
+    fn headers_carry_the_trace() {
+        let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        let trace = everbus_core::TraceContext::parse(parent, Some("k=v")).unwrap();
+        let event = Event::builder("a.b").trace(trace).build().unwrap();
+        let written = write(&event, Dialect::Native, Timestamp::EPOCH).unwrap();
+        for wanted in [(TRACEPARENT, parent), (TRACESTATE, "k=v")] {
+            let mut headers = written.headers.iter();
+            assert!(headers.any(|(name, value)| (*name, &value[..]) == wanted));
+        }
+    }
+
     // conformance: contract/kafka-foreign-read: a record of another program is read by its topic's dialect; what is no document keeps its bytes and says why
     #[test]
     fn records_of_others_are_read() {

@@ -25,7 +25,7 @@ const ROUNDS: usize = 3;
 const LEAST: f64 = 0.7;
 
 const USAGE: &str = "\
-usage: everbus-bench-bridge [-o json] [--quick] [--ordered] [FROM-TO…]
+usage: everbus-bench-bridge [-o json] [--quick] [--events N] [--ordered] [FROM-TO…]
 
 FROM and TO are sqlite, postgres, nats, redis or kafka; all pairs of two if none is named. The servers are started for the run.";
 
@@ -87,6 +87,11 @@ impl Plan {
                 "-o" | "--output" => plan.json = arguments.next().as_deref() == Some("json"),
                 "--quick" => (plan.events, plan.rounds) = (4_000, 1),
                 "--ordered" => plan.ordered = true,
+                "--events" => {
+                    let number = arguments.next().and_then(|n| n.parse::<usize>().ok());
+                    let number = number.filter(|n| *n > 0).ok_or("--events takes a number")?;
+                    plan.events = number.next_multiple_of(PUBLISHERS * BATCH);
+                }
                 pair => {
                     let is = |(a, b): &(Place, Place)| format!("{}-{}", a.name(), b.name()) == pair;
                     let found = all().find(is);

@@ -434,10 +434,16 @@ impl Bridge {
                 Err(error) if error.class().may_repeat() => {}
                 Err(error) => return error,
             }
-            // Counting a large backlog is slow.
-            let least = began.elapsed() * 10;
-            tokio::time::sleep(least.max(LOOK_IDLE)).await;
-            let rest = LOOK.saturating_sub(least);
+            // Counting a large backlog is slow. A run that ends when there is none looks sooner after
+            // nothing is in flight.
+            let took = began.elapsed();
+            let most = (took * 10).max(LOOK_IDLE);
+            let soon = match until {
+                Until::Stopped => most,
+                Until::CaughtUp => (took * 2).max(LOOK_IDLE),
+            };
+            tokio::time::sleep(soon).await;
+            let rest = most.max(LOOK).saturating_sub(soon);
             let _ = tokio::time::timeout(rest, self.idle.notified()).await;
         }
     }

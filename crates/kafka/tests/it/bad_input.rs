@@ -15,7 +15,7 @@ use rdkafka::producer::{FutureProducer, FutureRecord};
 
 use crate::{server, work};
 
-async fn refused(url: &str, options: Options) -> Error {
+pub(crate) async fn refused(url: &str, options: Options) -> Error {
     let opened = everbus_kafka::open(url, options).await;
     let error = opened.map(drop).unwrap_err();
     assert!(error.hint_text().is_some(), "{error:?}");

@@ -6,6 +6,7 @@
     reason = "a surprise here is a failed test"
 )]
 
+mod access;
 mod bad_input;
 mod beside;
 mod conformance;

@@ -10,7 +10,7 @@ use std::sync::{Mutex, Once, OnceLock};
 use std::time::Duration;
 
 use super::daemon::{Daemon, controls};
-use super::{cache, directory, free_port, program, require};
+use super::{Certificates, cache, directory, free_port, program, require};
 
 const NAME: &str = "Apache Kafka";
 const HOW: &str = "cargo xtask test installs it with Maven and Java 17";
@@ -22,7 +22,16 @@ const FOLDER: &str = "kafka-4.3.1";
 pub struct KafkaOptions {
     behind_proxy: bool,
     with_users: bool,
+    tls: Option<Tls>,
     more: String,
+}
+
+/// A listener with TLS.
+#[derive(Clone, Debug)]
+struct Tls {
+    port: u16,
+    /// The key of the server and its certificate.
+    pem: String,
 }
 
 impl KafkaOptions {
@@ -37,6 +46,17 @@ impl KafkaOptions {
              org.apache.kafka.common.security.plain.PlainLoginModule required username=\"broker\" \
              password=\"broker\" user_broker=\"broker\" user_{user}=\"{password}\";"
         ))
+    }
+
+    /// The server also listens with TLS, at [`Kafka::tls_url`].
+    #[must_use]
+    pub fn tls(mut self, certificates: &Certificates) -> Self {
+        let read = |path: PathBuf| std::fs::read_to_string(path).unwrap();
+        self.tls = Some(Tls {
+            port: free_port(),
+            pem: read(certificates.key()) + &read(certificates.certificate()),
+        });
+        self
     }
 
     /// Clients are sent to [`Kafka::proxy_port`], where a proxy must listen: a client of Kafka asks for the
@@ -179,11 +199,29 @@ impl Kafka {
                  replica.lag.time.max.ms=5000\ndefault.replication.factor=3\nmin.insync.replicas=2\n"
             }
         });
+        if let Some(tls) = &self.options.tls {
+            let tls = tls.port;
+            let _ = write!(
+                text,
+                "listeners=PLAINTEXT://127.0.0.1:{port},CONTROLLER://127.0.0.1:{controller},TLS://127.0.0.1:{tls}\n\
+                 advertised.listeners=PLAINTEXT://127.0.0.1:{advertised},TLS://127.0.0.1:{tls}\n\
+                 listener.security.protocol.map=CONTROLLER:PLAINTEXT,PLAINTEXT:PLAINTEXT,TLS:SSL\n\
+                 ssl.keystore.type=PEM\nssl.keystore.location={}\n",
+                self.pem().display()
+            );
+        }
         text + &self.options.more
+    }
+
+    fn pem(&self) -> PathBuf {
+        self.directory.path().join("server.pem")
     }
 
     fn spawn(&self) {
         let folder = self.directory.path();
+        if let Some(tls) = &self.options.tls {
+            std::fs::write(self.pem(), &tls.pem).unwrap();
+        }
         let file = folder.join("server.properties");
         std::fs::write(&file, self.properties()).unwrap();
         let mut command = Command::new(&self.java);
@@ -222,6 +260,12 @@ impl Kafka {
     /// Its URL.
     pub fn url(&self) -> String {
         format!("kafka://127.0.0.1:{}", self.node.port)
+    }
+
+    /// The URL of its listener with TLS.
+    pub fn tls_url(&self) -> String {
+        let tls = self.options.tls.as_ref();
+        format!("kafka://127.0.0.1:{}", tls.map_or(0, |tls| tls.port))
     }
 
     /// The URL of a space on it that no other test uses: it has no topics yet.

@@ -35,9 +35,12 @@ usage: everbus-bench-engines [-o json] [--quick] [--events N] [ENGINE…]
 
 --bloat sends N events through PostgreSQL and prints what its hot tables weigh meanwhile.
 --faststream measures consuming on Redis beside a service on FastStream, the newest release.
-ENGINE is postgres, nats, redis or kafka; all if none is named. The servers are started for the run.";
+ENGINE is postgres, nats, redis or kafka; all of these if none is named. kafka-offsets is Kafka beside a raw loop that
+stores no attempts. The servers are started for the run.";
 
 const ENGINES: [&str; 4] = ["postgres", "nats", "redis", "kafka"];
+/// Measured only if it is named.
+const OFFSETS: &str = "kafka-offsets";
 
 /// The options of a run.
 struct Plan {
@@ -84,10 +87,13 @@ impl Plan {
                     plan.bloat = Some(number.ok_or("--bloat takes a number of events")?);
                 }
                 "--faststream" => plan.faststream = true,
-                other => match ENGINES.into_iter().find(|engine| *engine == other) {
-                    Some(engine) => plan.engines.push(engine),
-                    None => return Err(format!("{other:?} is not known")),
-                },
+                other => {
+                    let mut known = ENGINES.into_iter().chain([OFFSETS]);
+                    match known.find(|engine| *engine == other) {
+                        Some(engine) => plan.engines.push(engine),
+                        None => return Err(format!("{other:?} is not known")),
+                    }
+                }
             }
         }
         // Every publisher publishes whole batches.
@@ -221,7 +227,8 @@ async fn run_round(plan: &Plan, engine: &str, payload: usize, side: Side) -> Out
         ("nats", Side::Ours) => nats::ours(plan, payload).await,
         ("redis", Side::Raw) => redis::raw(plan, payload).await,
         ("redis", Side::Ours) => redis::ours(plan, payload).await,
-        (_, Side::Raw) => kafka::raw(plan, payload).await,
+        (OFFSETS, Side::Raw) => kafka::raw(plan, payload, kafka::Attempts::Unknown).await,
+        (_, Side::Raw) => kafka::raw(plan, payload, kafka::Attempts::Stored).await,
         (_, Side::Ours) => kafka::ours(plan, payload).await,
     }
 }

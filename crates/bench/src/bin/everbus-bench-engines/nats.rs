@@ -28,7 +28,7 @@ fn server() -> Outcome<&'static Nats> {
 
 pub(crate) async fn ours(plan: &Plan, payload: usize) -> Outcome<Round> {
     let server = server()?;
-    ours::round(plan, payload, false, || server.fresh_account()).await
+    ours::round(plan, payload, false, 0, || server.fresh_account()).await
 }
 
 pub(crate) async fn raw(plan: &Plan, payload: usize) -> Outcome<Round> {

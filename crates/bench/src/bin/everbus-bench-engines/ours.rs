@@ -14,21 +14,26 @@ const TYPE: &str = "bench.event.stored";
 
 /// Measures one round. `fresh` returns the URL of an empty place for each scenario. If not `lasting`, the group is
 /// ephemeral and needs no store for dead letters, so that an engine without a store does the same work as its raw
-/// client.
+/// client. Where the client fetches events before it is asked for them, so many more are published before `consume`: its
+/// time begins when these are settled.
 pub(crate) async fn round(
     plan: &Plan,
     payload: usize,
     lasting: bool,
+    fetched_ahead: usize,
     fresh: impl Fn() -> String,
 ) -> Outcome<Round> {
     let open = async || Bus::open(fresh()).await;
     // The group is there before the events, as in production.
     let bus = open().await?;
     let handled = count(&bus, lasting).await?;
-    let publish = publish(&bus, plan.events, payload).await?;
+    let took = publish(&bus, plan.events, payload).await?;
+    if fetched_ahead > 0 {
+        publish(&bus, fetched_ahead, payload).await?;
+    }
     Ok(Round {
-        publish,
-        consume: consume(&bus, &handled, plan.events).await?,
+        publish: took,
+        consume: consume(&bus, &handled, fetched_ahead, plan.events).await?,
         end_to_end: end_to_end(&open().await?, plan.events, payload, lasting).await?,
         latencies: latencies(&open().await?, plan.samples, payload, lasting).await?,
     })
@@ -60,11 +65,17 @@ pub(crate) async fn publish(bus: &Bus, events: usize, payload: usize) -> Outcome
     Ok(began.elapsed())
 }
 
-/// Handles the stored events, and waits until they are settled.
-async fn consume(bus: &Bus, handled: &AtomicU64, events: usize) -> Outcome<Duration> {
-    let began = Instant::now();
+/// Handles the stored events, and waits until they are settled. The first `ahead` are not timed.
+async fn consume(bus: &Bus, handled: &AtomicU64, ahead: usize, events: usize) -> Outcome<Duration> {
+    let mut began = Instant::now();
     bus.start().await?;
-    finished(bus, handled, events).await?;
+    if ahead > 0 {
+        while settled_here(bus) < ahead as u64 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        began = Instant::now();
+    }
+    finished(bus, handled, ahead + events).await?;
     let took = began.elapsed();
     bus.shutdown().await?;
     Ok(took)
@@ -95,10 +106,14 @@ async fn count(bus: &Bus, lasting: bool) -> Outcome<Arc<AtomicU64>> {
     Ok(handled)
 }
 
-/// Waits until everything was handled and every settlement is durable: only then the bus counts an event as handled.
+/// How many events this bus has settled. It counts an event once its settlement is durable.
+fn settled_here(bus: &Bus) -> u64 {
+    bus.stats().groups.values().map(|g| g.handled).sum()
+}
+
+/// Waits until everything was handled and every settlement is durable.
 async fn finished(bus: &Bus, handled: &AtomicU64, events: usize) -> Outcome<()> {
-    let durable = || -> u64 { bus.stats().groups.values().map(|g| g.handled).sum() };
-    while handled.load(Ordering::Relaxed) < events as u64 || durable() < events as u64 {
+    while handled.load(Ordering::Relaxed) < events as u64 || settled_here(bus) < events as u64 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let handled = handled.load(Ordering::Relaxed);

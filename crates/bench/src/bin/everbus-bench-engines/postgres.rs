@@ -59,7 +59,7 @@ pub(crate) fn server() -> Outcome<&'static Postgres> {
 
 pub(crate) async fn ours(plan: &Plan, payload: usize) -> Outcome<Round> {
     let server = server()?;
-    let round = ours::round(plan, payload, true, || fresh(server)).await;
+    let round = ours::round(plan, payload, true, 0, || fresh(server)).await;
     clean(server);
     round
 }

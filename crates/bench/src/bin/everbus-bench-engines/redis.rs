@@ -44,7 +44,7 @@ pub(crate) fn server() -> Outcome<&'static Redis> {
 
 pub(crate) async fn ours(plan: &Plan, payload: usize) -> Outcome<Round> {
     let server = server()?;
-    ours::round(plan, payload, true, || server.fresh_database()).await
+    ours::round(plan, payload, true, 0, || server.fresh_database()).await
 }
 
 pub(crate) async fn raw(plan: &Plan, payload: usize) -> Outcome<Round> {
