@@ -205,7 +205,7 @@ fn list(filters: &Filters, found: &EventsPage) -> Markup {
             thead { tr { th.w-type { "Type" } th { "Payload" } th.w-about { "Entity or key" } th.w-id { "Id" } th.w-time.num { "Received" } } }
             tbody #event-rows { @for record in &found.items { (row(record, filters.q.trim())) } }
         } }
-        footer {
+        footer.pages {
             @if found.stopped {
                 span.small.muted { "The search reached its time limit before the end of the history." }
             }
