@@ -9,6 +9,15 @@ use rusqlite::{Connection, ErrorCode, OpenFlags};
 
 /// Suffix of the directory with a file's objects.
 pub(crate) const OBJECTS: &str = ".objects";
+/// The suffixes of files that describe the log of this file alone: notes of its highest position, and the index of tasks.
+/// Beside a restored file they would be wrong.
+const OF_THE_LOG: [&str; 5] = [
+    ".log-head",
+    ".log-head.lost",
+    "-tasks",
+    "-tasks-wal",
+    "-tasks-shm",
+];
 
 /// Makes sure that no program has the file open and that its write-ahead log is empty.
 ///
@@ -54,11 +63,12 @@ pub(crate) fn schema_version(path: &Path) -> Option<i32> {
 }
 
 /// The suffixes of a file and its companions that exist: none for the file itself, then the write-ahead log, its
-/// index, the head and the lock of its audit trail, the directory of its objects, and the locks of programs that
-/// ended.
+/// index, the head and the lock of its audit trail, the directory of its objects, notes and index of its log, and the
+/// locks of programs that ended.
 pub(crate) fn companions(path: &Path) -> Vec<String> {
     let fixed = ["", "-wal", "-shm", ".audit-head", ".audit-lock", OBJECTS];
-    let mut suffixes: Vec<String> = fixed.map(str::to_owned).into();
+    let fixed = fixed.iter().chain(&OF_THE_LOG);
+    let mut suffixes: Vec<String> = fixed.map(|suffix| (*suffix).to_owned()).collect();
     let beside = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
@@ -74,6 +84,20 @@ pub(crate) fn companions(path: &Path) -> Vec<String> {
     }
     suffixes.retain(|suffix| with_suffix(path, suffix).exists());
     suffixes
+}
+
+/// Deletes what describes the log of a file that is gone.
+pub(crate) fn forget_log(path: &Path) -> Result<()> {
+    for suffix in OF_THE_LOG {
+        let file = with_suffix(path, suffix);
+        match std::fs::remove_file(&file) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
+                return Err(io_error("cannot remove", &file, e));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Deletes the file and its companions.

@@ -5,7 +5,7 @@
 //! | engine | where |
 //! |---|---|
 //! | memory | `memory/src/groups.rs`: `pass`, `advance_to` |
-//! | SQLite | `sqlite/src/deliveries/advance.rs`: `hand_out` |
+//! | SQLite | `sqlite/src/deliveries/cursor.rs`: `hand_out` |
 //! | PostgreSQL | `postgres/src/sql/claim.sql`: `everbus.claim_new`, and `postgres/src/claim/fresh.rs` |
 //! | Kafka | `kafka/src/board/commit.rs`: the floor of `Progress` is the committed offset; `kafka/src/member/commit.rs` commits it |
 //! | Redis | `redis/src/scripts/claim.lua`: `XREADGROUP` |

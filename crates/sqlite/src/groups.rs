@@ -7,7 +7,7 @@ use std::time::Instant;
 use everbus_core::{Code, Error, Event, GroupName, Pattern, Result};
 use rusqlite::Connection;
 
-use crate::deliveries::advance::flush_cursors;
+use crate::deliveries::cursor::flush_cursors;
 use crate::errors::from_sqlite;
 use crate::ids::IdMap;
 use crate::rows::{MAX_CACHED_TYPES, seq_from};

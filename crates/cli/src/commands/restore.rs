@@ -140,6 +140,7 @@ impl Names {
                     std::fs::rename(&beside, &aside)
                         .map_err(|e| files::io_error("cannot move", &beside, e))?;
                 }
+                files::forget_log(&path)?;
                 files::rename(&fresh, &path)?;
                 files::sync_beside(&path)?;
                 return Ok(alone.then(|| with_suffix(&old, OBJECTS)));

@@ -138,7 +138,7 @@ fn what_cannot_be_consumed_is_refused() {
         (&["consume"][..], "there is no configuration file"),
         (
             &["--config", "everbus.yaml", "consume", "mail"],
-            "it has mails, ours",
+            "its consumers are mails, ours",
         ),
         (
             &["--config", "everbus.yaml", "consume", "mails", "ours"],

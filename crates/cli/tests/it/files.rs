@@ -131,6 +131,31 @@ fn nothing_is_overwritten_unasked() {
     );
 }
 
+// conformance: bus/restore: notes and indexes of the replaced log go with the old file, also where that file was deleted
+#[test]
+fn a_restored_file_does_not_meet_the_notes_of_the_old_log() {
+    let shop = Shop::new();
+    shop.run(&["publish", "a.old"]).ok();
+    shop.run(&["backup", "copy.db"]).ok();
+    let note = shop.path("everbus.db.log-head");
+    let index = shop.path("everbus.db-tasks");
+    for deleted in [false, true] {
+        // As after a crash; an orderly end removes the note.
+        std::fs::write(&note, "of the old log").unwrap();
+        std::fs::write(&index, "of the old log").unwrap();
+        if deleted {
+            std::fs::remove_file(shop.path("everbus.db")).unwrap();
+        }
+        let args = ["-o", "json", "restore", "copy.db", "--force"];
+        let restored = shop.run(&args).json();
+        assert!(!exists(&note) && !exists(&index), "{restored}");
+        if let Some(kept) = restored["kept"].as_str().filter(|_| !deleted) {
+            assert!(exists(&shop.path(&format!("{kept}.log-head"))));
+            assert!(exists(&shop.path(&format!("{kept}-tasks"))));
+        }
+    }
+}
+
 #[test]
 fn a_backup_needs_the_name_of_a_file() {
     let shop = Shop::new();

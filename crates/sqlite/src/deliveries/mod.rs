@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `consumers.rs` | the consumers, and the deliveries that they get after the commit |
 //! | `leases.rs` | claims, leased rows, the owner lock |
-//! | `advance.rs` | how a group's cursor moves over the log |
+//! | `cursor.rs` | how a group's cursor moves over the log |
 //! | `claims.rs` | handing out ranges of the log as claims |
 //! | `deliver.rs` | handing out single rows: retries, released events, events without a handler |
 //! | `suspects.rs` | events that were in flight at a crash, one at a time |
@@ -16,9 +16,9 @@
 //! Acks, retries, releases and dead-lettering are in `settle.rs` beside this folder, the role of that name in
 //! every engine.
 
-pub(crate) mod advance;
 pub(crate) mod claims;
 pub(crate) mod consumers;
+pub(crate) mod cursor;
 pub(crate) mod deliver;
 pub(crate) mod expire;
 pub(crate) mod leases;
@@ -31,8 +31,8 @@ use std::time::{Duration, Instant};
 
 use everbus_core::Result;
 
-use crate::deliveries::advance::has_unwritten_cursors;
 use crate::deliveries::consumers::Consumers;
+use crate::deliveries::cursor::has_unwritten_cursors;
 use crate::deliveries::leases::{Leases, Lost};
 use crate::rows::{LeaseParts as _, Seq as _};
 use crate::tx::Tx;

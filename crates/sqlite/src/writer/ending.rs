@@ -1,6 +1,6 @@
 //! How the writer ends. `finish` ends it in order, `stop` ends it after a fatal error.
 
-use crate::deliveries::advance::has_unwritten_cursors;
+use crate::deliveries::cursor::has_unwritten_cursors;
 use std::sync::PoisonError;
 use std::time::Instant;
 

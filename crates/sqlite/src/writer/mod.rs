@@ -39,8 +39,8 @@ use tokio::sync::watch;
 
 use crate::answers::{Answers, Published};
 use crate::deliveries::Deliveries;
-use crate::deliveries::advance::flush_cursors;
 use crate::deliveries::consumers::Consumers;
+use crate::deliveries::cursor::flush_cursors;
 use crate::deliveries::leases::Leases;
 use crate::disk_space::Space;
 use crate::effect::Effects;
