@@ -472,7 +472,8 @@ pub trait DeadLetters: Send + Sync + 'static {
         filter: DeadLetterFilter,
     ) -> BoxFuture<'_, Result<Purged>>;
 
-    /// Deletes open dead letters that died at least `age` before `now`, and keeps their events. Each failed group counts
+    /// Deletes open dead letters that died at least `age` before `now`. Events that are still in the log stay there. Each
+    /// failed group counts
     /// as having skipped the event, with the reason [`letter_kept_for`]. Returns how many dead letters were deleted.
     ///
     /// Only retention calls this, and only for an engine without a [`Maintenance`](crate::Maintenance).

@@ -123,8 +123,8 @@ impl KvSeen {
         self.last
     }
 
-    /// Compares the last known values with the current ones: key, value and revision. The value is needed only for
-    /// revisions after [`last`](Self::last).
+    /// Compares the last known values with the current ones: key, value and revision. An engine that reads all values at
+    /// one moment may leave out those with a revision up to [`last`](Self::last); others give every value.
     pub fn compare(&mut self, now: impl IntoIterator<Item = (String, Option<Bytes>, u64)>) {
         let mut there = BTreeSet::new();
         let mut changed = Vec::new();
@@ -249,6 +249,22 @@ mod tests {
         assert_eq!(seen.take(), None);
         seen.compare([("a".into(), value(), 3), ("b".into(), None, 2)]);
         assert_eq!(seen.take(), Some(KvChange::new("a", value(), 3)));
+    }
+
+    #[test]
+    fn a_change_that_is_read_after_a_newer_one_is_reported() {
+        let mut seen = KvSeen::default();
+        let at = |key: &str, revision| (key.to_owned(), Some(Bytes::from("v")), revision);
+        let change = |key, revision| Some(KvChange::new(key, Some(Bytes::from("v")), revision));
+        seen.compare([at("a", 1), at("b", 2)]);
+        assert_eq!(seen.take(), change("a", 1));
+        assert_eq!(seen.take(), change("b", 2));
+        // `a` changed before `b`, and was read before its change.
+        seen.compare([at("a", 1), at("b", 4)]);
+        assert_eq!(seen.take(), change("b", 4));
+        seen.compare([at("a", 3), at("b", 4)]);
+        assert_eq!(seen.take(), change("a", 3));
+        assert_eq!(seen.take(), None);
     }
 
     #[test]

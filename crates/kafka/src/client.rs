@@ -441,7 +441,7 @@ impl Link {
 mod tests {
     use super::*;
 
-    // conformance: contract/kafka-acks: events are acknowledged by all copies in sync, and the client repeats none of them
+    // conformance: contract/kafka-acks: the client asks for acknowledgements of all copies in sync, and is idempotent
     #[test]
     fn an_event_is_acknowledged_by_all_copies_in_sync() {
         let config = producer_config(&ClientConfig::new(), Duration::from_secs(10));

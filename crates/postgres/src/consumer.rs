@@ -99,10 +99,10 @@ impl Mailbox {
         events.into_iter().map(|(d, _)| d.lease).collect()
     }
 
-    /// Gives back the events whose leases are more than half over, in a task of its own: a fetch may be dropped.
+    /// Gives back the events whose leases end within `left`, in a task of its own: a fetch may be dropped.
     /// Looks wait until the task is done.
-    fn give_back_old(&self, engine: &Arc<Postgres>, lease: Duration) {
-        let soon = engine.now().plus(lease / 2).as_micros();
+    fn give_back_old(&self, engine: &Arc<Postgres>, left: Duration) {
+        let soon = engine.now().plus(left).as_micros();
         let mut old: Vec<Lease> = Vec::new();
         self.0.lock().retain(|(delivery, until)| {
             let is_old = *until <= soon;
@@ -137,7 +137,7 @@ async fn give_back_unfetched(engine: Weak<Postgres>, mailbox: Weak<Mailbox>, lea
         let (Some(engine), Some(mailbox)) = (engine.upgrade(), mailbox.upgrade()) else {
             return;
         };
-        mailbox.give_back_old(&engine, lease);
+        mailbox.give_back_old(&engine, lease / 2);
     }
 }
 
@@ -274,7 +274,7 @@ impl Consumer for PgConsumer {
                     self.look(max).await?;
                 }
                 let lease = self.asking.options.lease;
-                self.mailbox.give_back_old(&self.engine, lease);
+                self.mailbox.give_back_old(&self.engine, lease / 2);
                 let batch = self.take(max);
                 if !batch.is_empty() {
                     return Ok(batch);
@@ -292,11 +292,15 @@ impl Consumer for PgConsumer {
                         match self.look(max).await? {
                             Some(looked) if !began_earlier => looked,
                             Some(_) => continue,
-                            // Even if the claim has taken half of its lease: the next one may take as long.
-                            None => match self.take(max) {
-                                batch if batch.is_empty() => continue,
-                                batch => return Ok(batch),
-                            },
+                            // Even if the claim has taken half of its lease: the next one may take as long. Leases that
+                            // have ended may be those of another consumer by now.
+                            None => {
+                                self.mailbox.give_back_old(&self.engine, Duration::ZERO);
+                                match self.take(max) {
+                                    batch if batch.is_empty() => continue,
+                                    batch => return Ok(batch),
+                                }
+                            }
                         }
                     }
                 };

@@ -48,8 +48,9 @@ impl Shared {
         }
     }
 
-    /// Every key of a bucket with its revision, and with its value if the value is newer than `after`.
-    async fn kv_all(&self, bucket: &str, after: u64) -> Result<Vec<(String, Option<Bytes>, u64)>> {
+    /// Every key of a bucket with its value and revision. The keys are read one after another, so a value may be older
+    /// than the newest one of an earlier look and still be new to a watcher.
+    async fn kv_all(&self, bucket: &str) -> Result<Vec<(String, Option<Bytes>, u64)>> {
         let mut all = redis::cmd("HKEYS");
         let keys = self
             .link
@@ -59,8 +60,7 @@ impl Shared {
         for key in keys.list()? {
             let key = key.text()?;
             if let Some(entry) = self.kv_get(bucket, &key).await? {
-                let value = (entry.revision > after).then_some(entry.value);
-                found.push((key, value, entry.revision));
+                found.push((key, Some(entry.value), entry.revision));
             }
         }
         Ok(found)
@@ -149,7 +149,7 @@ impl KvWatch for Watch {
                     return Ok(change);
                 }
                 self.shared.link.check_open()?;
-                let now = self.shared.kv_all(&self.bucket, self.seen.last()).await?;
+                let now = self.shared.kv_all(&self.bucket).await?;
                 self.seen.compare(now);
                 if let Some(change) = self.seen.take() {
                     return Ok(change);

@@ -194,7 +194,7 @@ fn the_demo_moves() {
     assert!(shop.path("everbus-serve-demo.db").exists() && !shop.db().exists());
 }
 
-// conformance: operations/handled-line: a log line for each handled event, with how long the handler took, is there when it is asked for and not otherwise
+// conformance: operations/handled-line: a log line for each time a handler succeeded, with how long it took, is there when it is asked for and not otherwise
 #[test]
 fn each_handled_event_has_a_log_line_on_request() {
     for asked in [true, false] {

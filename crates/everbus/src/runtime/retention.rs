@@ -137,7 +137,10 @@ async fn forget_own(shared: &Shared, retention: &Retention) -> Result<bool> {
     let (Some(letters), Some(age)) = (&engine.dead_letters, retention.dead_letters) else {
         return Ok(inbox);
     };
-    let dead_letters = letters.expire(shared.options.clock.now(), age).await?;
+    let dead_letters = match letters.expire(shared.options.clock.now(), age).await {
+        Err(error) if error.code() == Code::Unsupported => return Ok(inbox),
+        expired => expired?,
+    };
     if dead_letters > 0 {
         tracing::info!(target: "everbus::retention", dead_letters, "old dead letters were removed");
     }

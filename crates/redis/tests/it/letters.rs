@@ -202,7 +202,7 @@ async fn a_letter_is_retried_after_its_event_was_trimmed() {
     assert_eq!(handle(&engine, "g", 1).await, ["order.placed"]);
 }
 
-// conformance: contract/redis-letters-age: on Redis alone a bus removes open dead letters after the age of its retention, by the clock of the server, and keeps their events, also for a replay
+// conformance: contract/redis-letters-age: on Redis alone a bus removes open dead letters after the age of its retention, by the clock of the server; events that are still in their stream stay there, also for a replay
 // needs: redis-server
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn old_letters_are_removed() {
