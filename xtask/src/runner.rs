@@ -16,9 +16,9 @@ const THREADS: &str = "RUST_TEST_THREADS";
 const WAITING: &[(&str, usize)] = &[
     ("everbus-cli", 2),
     ("everbus-kafka", 2),
-    ("everbus-nats", 3),
+    ("everbus-nats", 4),
     ("everbus-postgres", 2),
-    ("everbus-redis", 3),
+    ("everbus-redis", 4),
     ("everbus-testkit", 2),
 ];
 
