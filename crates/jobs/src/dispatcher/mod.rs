@@ -156,7 +156,8 @@ impl Inner {
         let mut half_started = Vec::new();
         // A broker that does not count the attempts of killed processes calls each delivery the first attempt.
         let counts_attempts = self.jobs.bus().capabilities().exact_attempts;
-        if message.attempt() > 1 || !counts_attempts {
+        let is_maybe_again = message.attempt() > 1 || !counts_attempts;
+        if is_maybe_again {
             half_started = maybe_half_started(graph, event, &about);
         }
         let is_nothing = next.starts.is_empty() && half_started.is_empty();
@@ -196,8 +197,8 @@ impl Inner {
             publish_once(self.jobs.bus(), vec![failure]).await?;
         }
         // An earlier attempt may have stored one of these events with another body. Published with the ack, such an
-        // event would make the ack fail.
-        if same.len() > 2 * WITH_ACK || message.attempt() > 1 {
+        // event would make the ack fail. And the broker may have forgotten the ids: `publish_once` asks the store.
+        if same.len() > 2 * WITH_ACK || is_maybe_again {
             for part in same.chunks(2 * PART) {
                 publish_once(self.jobs.bus(), part.to_vec()).await?;
             }

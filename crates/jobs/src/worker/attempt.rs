@@ -25,7 +25,8 @@ use crate::events::{
 };
 use crate::handle::is_copy;
 use crate::ids::time_in;
-use crate::{ATTEMPT, Emitter, Jobs, WORKERS, WorkItem};
+use crate::state::Kind;
+use crate::{ATTEMPT, Emitter, Jobs, WORKERS, WorkItem, run_of};
 
 /// A task that ran during this many crashes of workers is taken as their cause, if it ran alone during the last one.
 const CRASHES: usize = 3;
@@ -137,13 +138,18 @@ impl Runner {
             ));
         }
         let limits = self.limits(event, &item.work.name);
+        let is_asked_for = is_asked_for(message);
+        let last_end = match is_asked_for {
+            true => self.last_end(event, &item).await?,
+            false => None,
+        };
         let attempt = Attempt {
             runner: self,
+            end_id: end_id(event.id(), last_end),
             item,
             emitter,
             context,
-            is_asked_for: is_asked_for(message),
-            end_id: end_id(event.id()),
+            is_asked_for,
             limits,
             max_attempts: number(event, ATTEMPTS).map_or(context.max_attempts(), |wanted| {
                 context
@@ -207,6 +213,26 @@ impl Runner {
         Err(HandlerError::give_back(error))
     }
 
+    /// The last end of this run so far.
+    async fn last_end(
+        &self,
+        event: &Event,
+        item: &WorkItem,
+    ) -> Result<Option<EventId>, HandlerError> {
+        let mut last = None;
+        let jobs = self.jobs.of(event);
+        jobs.each_event_of_task(&item.work.request_id, |record| {
+            let event = &record.event;
+            let is_end =
+                Kind::of(event.event_type()).is_some_and(|kind| kind.state().is_terminal());
+            if is_end && !is_copy(event) && run_of(event).unwrap_or(1) == item.run {
+                last = Some(event.id());
+            }
+        })
+        .await?;
+        Ok(last)
+    }
+
     /// The limits of an attempt. A work message may set a shorter time limit.
     fn limits(&self, event: &Event, name: &str) -> ChildLimits {
         let command = self.command.as_ref();
@@ -226,9 +252,13 @@ impl Runner {
 /// broker stored twice. The id that the bus would derive depends on the number of events before it, and an attempt whose
 /// function waits has published its start already. Then the end could get the id of a start that a killed worker stored,
 /// and would be taken for its duplicate.
-fn end_id(work: EventId) -> EventId {
+///
+/// A delivery that a person asked for opens a run that may have ended with this id: a replay delivers the same work
+/// message. So the id then depends on that last end too. It stays the same in each attempt until the run ends again.
+fn end_id(work: EventId, last_end: Option<EventId>) -> EventId {
     let time = time_in(&work.to_string()).unwrap_or(Timestamp::EPOCH);
-    EventId::derived(work, time, WORKERS, "end", 0)
+    let name = last_end.map_or_else(|| "end".to_owned(), |last| format!("end\0{last}"));
+    EventId::derived(work, time, WORKERS, &name, 0)
 }
 
 /// A number in the metadata of a work message.
@@ -248,37 +278,38 @@ impl Attempt<'_> {
     async fn run(&self) -> Result<Outcome, HandlerError> {
         // Subscribed before the start, so that no lease extension or loss is missed.
         let mut extensions = self.context.extensions();
+        if self.is_asked_for
+            && let Some(end) = self.open_again().await?
+        {
+            return self.settle(None, Finished::without_work(end, Duration::ZERO));
+        }
         let started = Instant::now();
         let mut work = match self.begin(started) {
             Ok(work) => work,
-            Err(end) => {
-                let finished = Finished {
-                    end,
-                    elapsed: started.elapsed(),
-                    details: None,
-                };
-                return self.settle(None, finished);
-            }
+            Err(end) => return self.settle(None, Finished::without_work(end, started.elapsed())),
         };
         let bus = self.runner.jobs.bus();
-        let begun = self.started(&work);
+        let begun = (!self.is_asked_for).then(|| {
+            let number = self.context.attempt().to_string();
+            self.started(work.pid()).meta(ATTEMPT, number)
+        });
         match self.ended_at_once(&mut work, started) {
             // The start and the end are published in one step with the ack.
-            Ok(Some(finished)) if !self.is_asked_for => return self.settle(Some(begun), finished),
-            Ok(Some(finished)) => {
-                self.publish_start(begun).await?;
-                return self.settle(None, finished);
-            }
+            Ok(Some(finished)) => return self.settle(begun, finished),
             Ok(None) => {}
             Err(panic) => {
                 // The bus records the panic. The start of the attempt is still published.
-                bus.publish(begun).await?;
+                if let Some(begun) = begun {
+                    bus.publish(begun).await?;
+                }
                 std::panic::resume_unwind(panic);
             }
         }
         let limit = self.limits.timeout.saturating_add(self.limits.grace);
         self.context.extend(limit.saturating_add(MARGIN));
-        self.publish_start(begun).await?;
+        if let Some(begun) = begun {
+            bus.publish(begun).await?;
+        }
         let mut cancelled =
             std::pin::pin!(self.runner.cancellations.wait(&self.emitter, &self.item));
         let mut shutdown = std::pin::pin!(async {
@@ -321,15 +352,24 @@ impl Attempt<'_> {
         self.settle(None, finished)
     }
 
-    /// Publishes the start of the attempt. A start that a person asked for opens an ended run again, so a store beside
-    /// the broker must have it before the end of the attempt.
-    async fn publish_start(&self, begun: EventBuilder) -> Result<(), HandlerError> {
+    /// Publishes the start of an attempt that a person asked for, before its work begins. The start opens an ended run
+    /// again, so a store beside the broker must have it before the end of the attempt. Its process id is that of the
+    /// worker, since there is no child yet. Returns why the work must not begin.
+    async fn open_again(&self) -> Result<Option<End>, HandlerError> {
+        // Longer than the wait for the store.
+        self.context.extend(MARGIN);
         let jobs = &self.runner.jobs;
-        let receipt = jobs.bus().publish(begun).await?;
-        if self.is_asked_for {
-            jobs.until_stored(receipt.id()).await?;
+        let begun = self.started(std::process::id());
+        tokio::select! {
+            biased;
+            () = self.runner.cancellations.wait(&self.emitter, &self.item) => Ok(Some(End::Cancelled)),
+            () = self.context.lease_lost() => Ok(Some(End::LeaseLost)),
+            () = self.context.shutting_down() => Ok(Some(End::GivenBack)),
+            stored = async {
+                let receipt = jobs.bus().publish(begun).await?;
+                jobs.until_stored(receipt.id()).await
+            } => Ok(stored.map(|()| None)?),
         }
-        Ok(())
     }
 
     /// The end of a function that never waits: one poll completes it. `None` for a child, or for a function that waits.
@@ -391,11 +431,10 @@ impl Attempt<'_> {
         }
     }
 
-    fn started(&self, work: &Work) -> EventBuilder {
+    fn started(&self, process_id: u32) -> EventBuilder {
         let of = &self.item.work;
         let now = self.runner.jobs.now();
-        let started = self
-            .item
+        self.item
             .event(
                 &self.emitter,
                 &TaskStarted {
@@ -403,15 +442,11 @@ impl Attempt<'_> {
                     job_id: of.job_id.clone(),
                     effective_until: seconds(now.plus(self.lease())),
                     worker_id: self.runner.id.clone(),
-                    process_id: work.pid(),
+                    process_id,
                 },
             )
             // The event may be published after the end of the work, so the time is set here.
-            .occurred_at(now);
-        match self.is_asked_for {
-            true => started,
-            false => started.meta(ATTEMPT, self.context.attempt().to_string()),
-        }
+            .occurred_at(now)
     }
 
     fn heartbeat(
@@ -569,6 +604,17 @@ impl Attempt<'_> {
                 source,
             },
         )
+    }
+}
+
+impl Finished {
+    /// An attempt whose work did not begin.
+    fn without_work(end: End, elapsed: Duration) -> Self {
+        Self {
+            end,
+            elapsed,
+            details: None,
+        }
     }
 }
 

@@ -164,9 +164,9 @@ async fn a_dispatcher_that_failed_half_way_goes_on_there() {
     jobs.bus().shutdown().await.unwrap();
 }
 
-// conformance: workflow/job-ids: a dispatcher that was killed between Task Pending and the work: the next one stores the work, also where the broker calls each delivery the first attempt
+// conformance: workflow/job-ids: a dispatcher that finds Task Pending without its work stores the work, also where the broker calls each delivery the first attempt; it asks for a lease of at most 30 seconds
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dispatcher_that_was_killed_half_way_is_followed_by_another() {
+async fn a_task_pending_without_its_work_gets_it() {
     let Halves {
         jobs,
         refuses,
@@ -175,7 +175,7 @@ async fn a_dispatcher_that_was_killed_half_way_is_followed_by_another() {
     refuses.store(false, Ordering::SeqCst);
     let tasks = vec![task("a", &[]), task("b", &[]), task("c", &["a"])];
     jobs.submit_job(job("j", tasks)).await.unwrap();
-    // The killed dispatcher has stored this, and nothing else.
+    // A killed dispatcher leaves this, and nothing else.
     let pending = TaskPending {
         request_id: "a".to_owned(),
         job_id: Some("j".to_owned()),

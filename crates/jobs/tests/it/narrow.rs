@@ -5,27 +5,52 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use everbus::core::Clock;
-use everbus::{Bus, BusOptions, Code, RetryPolicy, SystemClock};
+use everbus::core::{Appended, BoxFuture, Broker, BrokerLayer, Clock};
+use everbus::{Bus, BusOptions, Code, Event, ManualClock, Result, RetryPolicy, SystemClock};
 use everbus_jobs::events::{
-    ErrorCategory, JobCompleted, Json, TaskCompleted, TaskPending, TaskState,
+    ErrorCategory, JobCompleted, JobCreated, Json, TaskCompleted, TaskPending, TaskState, Work,
 };
-use everbus_jobs::{Dispatcher, JobState, Jobs, NewTask, Task, TaskError, Worker};
+use everbus_jobs::worker::DEAD_WORK;
+use everbus_jobs::{
+    DISPATCHER, Dispatcher, JobState, Jobs, NewTask, Task, TaskError, WORK, Worker,
+};
 use everbus_testkit::narrow::{self, Faults};
 
 use crate::random_jobs::{model, random_job};
-use crate::support::{events_of, job, task, until};
+use crate::support::{events_of, is_settled, job, task, until};
+use crate::worker::again::notice_of_missing_work;
 
 /// How many jobs there are.
 const JOBS: u64 = 12;
 /// One call in this many has each kind of fault.
 const ONE_IN: u64 = 24;
 
+/// Counts the work messages that are appended.
+struct Works {
+    inner: Arc<dyn Broker>,
+    appended: Arc<AtomicU32>,
+}
+
+impl BrokerLayer for Works {
+    fn inner(&self) -> &dyn Broker {
+        &*self.inner
+    }
+
+    fn append(&self, batch: Vec<Event>) -> BoxFuture<'_, Result<Vec<Result<Appended>>>> {
+        let works = batch.iter().filter(|event| event.event_type() == WORK);
+        let works = u32::try_from(works.count()).unwrap();
+        self.appended.fetch_add(works, Ordering::SeqCst);
+        self.inner.append(batch)
+    }
+}
+
 /// A bus on a narrow broker with a file beside it.
 struct Stage {
     bus: Bus,
     jobs: Jobs,
     faults: Faults,
+    /// How many work messages were appended.
+    works: Arc<AtomicU32>,
     _directory: tempfile::TempDir,
 }
 
@@ -34,7 +59,12 @@ impl Stage {
         let directory = tempfile::tempdir().unwrap();
         let clock: Arc<dyn Clock> = Arc::new(SystemClock);
         let faults = Faults::random(seed, 0);
-        let broker = narrow::open(&clock, 3, faults.clone()).unwrap();
+        let mut broker = narrow::open(&clock, 3, faults.clone()).unwrap();
+        let works = Arc::default();
+        broker.broker = Arc::new(Works {
+            inner: broker.broker.clone(),
+            appended: Arc::clone(&works),
+        });
         let file = format!("sqlite:{}", directory.path().join("store.db").display());
         let store = Bus::open(file).await.unwrap();
         let engine = everbus::compose(broker, store.engine().clone(), clock).await;
@@ -44,6 +74,7 @@ impl Stage {
             bus,
             jobs,
             faults,
+            works,
             _directory: directory,
         }
     }
@@ -191,6 +222,60 @@ async fn concurrent_adds_and_repeated_jobs_on_a_narrow_broker() {
     })
     .await;
     assert_eq!(events_of::<TaskPending>(jobs).await.len(), 7);
+    stage.bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/job-ids: where the broker forgets ids and counts no attempts, an event that a dispatcher gets again makes no second work
+#[tokio::test(flavor = "multi_thread")]
+async fn a_repeated_event_makes_no_second_work_on_a_narrow_broker() {
+    let stage = Stage::open(1).await;
+    let Stage {
+        bus, jobs, works, ..
+    } = &stage;
+    Dispatcher::subscribe(jobs).await.unwrap();
+    bus.start().await.unwrap();
+    let tasks = vec![task("a", &[]), task("b", &[])];
+    jobs.submit_job(job("j", tasks)).await.unwrap();
+    until("the store has the work", async || {
+        events_of::<Work>(jobs).await.len() == 2
+    })
+    .await;
+    assert_eq!(works.load(Ordering::SeqCst), 2);
+    // The dispatcher was killed before its ack. Another one gets the event after a long time.
+    let created = &events_of::<JobCreated>(jobs).await[0];
+    let engine = bus.engine();
+    let again = engine.broker.append(vec![created.event.clone()]).await;
+    assert!(again.unwrap()[0].is_ok());
+    until("the dispatcher has handled it", async || {
+        is_settled(bus, DISPATCHER).await
+    })
+    .await;
+    assert_eq!(works.load(Ordering::SeqCst), 2);
+    bus.shutdown().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_notice_of_missing_work_is_repeated_for_an_hour_beside_a_broker() {
+    let stage = Stage::open(1).await;
+    let clock = ManualClock::new("2026-11-17T20:00:00Z".parse().unwrap());
+    let jobs = Jobs::builder().clock(clock.clone()).open(stage.bus.clone());
+    let jobs = jobs.unwrap();
+    let worker = Worker::new(jobs.clone()).any(async |_: Task| Ok::<_, TaskError>(()));
+    worker.mount().await.unwrap();
+    stage.bus.start().await.unwrap();
+    notice_of_missing_work(&jobs).await;
+    let group = DEAD_WORK.parse().unwrap();
+    let failed = || {
+        let groups = stage.bus.stats().groups;
+        groups.get(&group).map_or(0, |group| group.retried)
+    };
+    until("it has failed", async || failed() > 0).await;
+    assert!(!is_settled(&stage.bus, DEAD_WORK).await);
+    clock.advance(Duration::from_secs(3601));
+    until("it is given up", async || {
+        is_settled(&stage.bus, DEAD_WORK).await
+    })
+    .await;
     stage.bus.shutdown().await.unwrap();
 }
 

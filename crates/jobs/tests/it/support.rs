@@ -158,6 +158,13 @@ pub(crate) async fn events_of<T: TypedEvent>(jobs: &Jobs) -> Vec<Arc<Recorded>> 
     }
 }
 
+/// Whether a group has settled all events so far.
+pub(crate) async fn is_settled(bus: &Bus, group: &str) -> bool {
+    let groups = bus.groups().await.unwrap();
+    let group = groups.iter().find(|info| info.name.as_str() == group);
+    group.is_some_and(|info| info.behind + info.in_flight + info.waiting + info.unhandled == 0)
+}
+
 /// Waits until a condition holds.
 pub(crate) async fn until(what: &str, mut holds: impl AsyncFnMut() -> bool) {
     let deadline = tokio::time::Instant::now() + PATIENCE;

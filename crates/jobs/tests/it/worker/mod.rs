@@ -1,5 +1,6 @@
 //! Workers: real child processes, good and bad ones, and functions in this process.
 
+pub(crate) mod again;
 mod bad_children;
 mod child;
 mod endings;
