@@ -339,7 +339,7 @@ impl Progress {
             // Where nothing is done yet, the commit names the first offset.
             let mut element = list.add_partition(&self.topic, partition);
             element.set_offset(Offset::Offset(done.max(0)))?;
-            element.set_metadata(&end.to_string());
+            element.set_metadata(end.to_string());
         }
         self.consumer.commit(&list, CommitMode::Sync)?;
         self.open = false;
