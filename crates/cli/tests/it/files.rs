@@ -140,7 +140,7 @@ fn a_restored_file_does_not_meet_the_notes_of_the_old_log() {
     let note = shop.path("everbus.db.log-head");
     let index = shop.path("everbus.db-tasks");
     for deleted in [false, true] {
-        // As after a crash; an orderly end removes the note.
+        // As after a crash. The restore opens the old file for its audit trail, and that removes the note.
         std::fs::write(&note, "of the old log").unwrap();
         std::fs::write(&index, "of the old log").unwrap();
         if deleted {
@@ -150,7 +150,6 @@ fn a_restored_file_does_not_meet_the_notes_of_the_old_log() {
         let restored = shop.run(&args).json();
         assert!(!exists(&note) && !exists(&index), "{restored}");
         if let Some(kept) = restored["kept"].as_str().filter(|_| !deleted) {
-            assert!(exists(&shop.path(&format!("{kept}.log-head"))));
             assert!(exists(&shop.path(&format!("{kept}-tasks"))));
         }
     }
