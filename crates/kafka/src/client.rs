@@ -447,7 +447,7 @@ mod tests {
         let config = producer_config(&ClientConfig::new(), Duration::from_secs(10));
         assert_eq!(config.get("acks"), Some("all"));
         assert_eq!(config.get("enable.idempotence"), Some("true"));
-        // As the Java client, so that a key has the same partition whoever writes it.
+        // As the Java client does: a key has the same partition, whichever client writes it.
         assert_eq!(config.get("partitioner"), Some("murmur2_random"));
     }
 }
