@@ -164,6 +164,32 @@ impl Link {
         PubAck::of(stream, &answer).ok_or_else(|| self.crowded(subject))
     }
 
+    /// Publishes a record or a value. While a stream of several replicas has no leader, nobody answers and nothing is
+    /// stored: then the publish is repeated, and its condition on the last sequence still holds.
+    pub(crate) async fn publish_to_leader(
+        &self,
+        stream: &str,
+        subject: &str,
+        headers: HeaderMap,
+        payload: Bytes,
+    ) -> Result<PubAck> {
+        let began = Instant::now();
+        loop {
+            let publish = self.publish(stream, subject, headers.clone(), payload.clone());
+            match publish.await {
+                Err(error)
+                    if error.code() == Code::Unavailable
+                        && !error.outcome_unknown()
+                        && began.elapsed() < PATIENCE
+                        && self.check_open().is_ok() =>
+                {
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+                answer => return answer,
+            }
+        }
+    }
+
     /// Publishes on a subject where other programs answer too.
     async fn publish_among(
         &self,

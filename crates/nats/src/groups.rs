@@ -195,7 +195,7 @@ pub(crate) async fn save(
     let subject = space.group_subject(encoded);
     let stream = space.groups_stream();
     let ack = link
-        .publish(&stream, &subject, headers, body.into())
+        .publish_to_leader(&stream, &subject, headers, body.into())
         .await?;
     match ack.error {
         None => Ok(Some(ack.seq)),

@@ -101,8 +101,10 @@ impl Shared {
             headers.insert("Nats-Expected-Last-Subject-Sequence", expected.to_string());
         }
         let subject = format!("{}{key}", bucket.prefix);
-        let publish = self.link.publish(&bucket.stream, &subject, headers, value);
-        let ack = publish.await?;
+        let put = self
+            .link
+            .publish_to_leader(&bucket.stream, &subject, headers, value);
+        let ack = put.await?;
         match ack.error {
             None => Ok(Some(ack.seq)),
             Some(error)

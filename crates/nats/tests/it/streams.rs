@@ -520,6 +520,26 @@ async fn a_group_reaches_streams_of_other_processes() {
     assert_eq!(none["error"]["err_code"], 10014, "nothing is wanted of it");
 }
 
+// conformance: contract/nats-no-leader: while nobody answers for the stream of the groups, declaring a group waits
+// needs: nats-server
+#[tokio::test]
+async fn declaring_a_group_waits_for_the_stream_of_the_groups() {
+    let Some(url) = server::account() else { return };
+    let engine = open(&url).await;
+    publish(&engine, "order.a").await;
+    // A stream without a leader answers as one that is not there: nobody listens on its subject.
+    let plain = Plain::connect(&url).await;
+    let removed = plain.api("STREAM.DELETE.EVERBUS_GROUPS", json!({})).await;
+    assert_eq!(removed["success"], true, "{removed}");
+    let back = async {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        open(&url).await
+    };
+    let (declared, _) = tokio::join!(engine.broker.declare(group("g", &["*"])), back);
+    assert_eq!(declared.unwrap().len(), 1);
+    assert_eq!(handle(&engine, "g", 1).await, ["order.a"]);
+}
+
 // conformance: contract/nats-left-consumer: a new group does not go on where a removed one of its name was
 // needs: nats-server
 #[tokio::test]
