@@ -99,7 +99,7 @@ impl Runner {
         let cancellations = &self.cancellations;
         if cancellations.is_over(&self.jobs, &item, message).await? {
             return Err(skip(
-                "the task was cancelled, has been started again, or has completed",
+                "the task was cancelled, has been started again, or has ended",
             ));
         }
         let limits = self.limits(event, &item.work.name);
