@@ -82,8 +82,12 @@ impl Account {
             if runs.len() < 2 {
                 continue;
             }
-            runs.sort_by_key(|run| run.begun);
             let history = History::of(jobs, task, works[*task].clone()).await;
+            // A worker that stands still may begin its run after the next worker. Brokers do not count such attempts.
+            runs.sort_by_key(|run| match history.is_one_log {
+                true => (run.attempt, run.begun),
+                false => (0, run.begun),
+            });
             let mut fault = |what: String| {
                 faults.push_str(&what);
                 faults.push_str(&self.story(&history, runs));
@@ -98,7 +102,7 @@ impl Account {
                     )),
                 }
             }
-            // In one log the end of a run and its ack are one step: no run begins after it.
+            // In one log the end of a run and its ack are one step: there is no attempt after it.
             let last = runs.last().map(|run| run.worker);
             if history.is_one_log && history.ended_by() != last {
                 fault(format!("{task} ran again after its end\n"));
@@ -123,9 +127,8 @@ impl Account {
         // before the work is there, or before the lease before it was over.
         let mut begins = millis(history.work.received_at);
         let lease = u64::try_from((3 * heartbeat(&self.directory)).as_millis()).unwrap();
-        for over in history.crashes() {
-            let is_ours = (earlier.begun..=later.begun).contains(&over);
-            if is_ours && over >= begins + lease {
+        for (attempt, over) in history.crashes() {
+            if attempt == earlier.attempt && over <= later.begun && over >= begins + lease {
                 return Some(Lost::Engine);
             }
             begins = over;
@@ -259,11 +262,13 @@ impl History {
         worker.parse().ok()
     }
 
-    /// When the engine took the work from a worker that died, or whose lease was over.
-    fn crashes(&self) -> Vec<u64> {
+    /// The attempts whose worker died, or whose lease was over, and when the engine noticed.
+    fn crashes(&self) -> Vec<(u32, u64)> {
         let failures = self.state.iter().flat_map(|state| &state.failures);
         let crashes = failures.filter(|failure| failure.kind == FailureKind::Crash);
-        crashes.map(|failure| millis(failure.at)).collect()
+        crashes
+            .map(|failure| (failure.attempt, millis(failure.at)))
+            .collect()
     }
 }
 
