@@ -1,4 +1,4 @@
-//! One attempt at one task: from the work message to the event with its result.
+//! One attempt at one task: from the work message to the end of the work. `ending.rs` turns the end into events.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -11,22 +11,20 @@ use everbus::{
 };
 use futures_util::FutureExt as _;
 use parking_lot::Mutex;
-use serde_json::json;
 use tokio::time::Instant;
 
 use super::cancel::{Cancellations, is_asked_for};
-use super::child::{ChildCommand, ChildLimits, Ended, Running, StopSignal, Stopped};
+use super::child::{ChildCommand, ChildLimits, Running, Stopped};
 use super::classify::{Classifier, cut};
+use super::ending::{End, Finished, cannot_start, end_id, millis, of_child, of_stop};
 use super::task::{Reports, Task, TaskError, TaskHandler};
 use super::{ATTEMPTS, TIMEOUT};
 use crate::events::{
-    ErrorCategory, FailureSource, Json, LastActivity, MemoryUsage, Signal, TaskCompleted,
-    TaskFailed, TaskHeartbeat, TaskProcessingFailed, TaskStarted, TaskTimeout, Usage,
+    ErrorCategory, Json, LastActivity, MemoryUsage, Signal, TaskHeartbeat, TaskStarted,
 };
 use crate::handle::is_copy;
-use crate::ids::time_in;
 use crate::state::Kind;
-use crate::{ATTEMPT, Emitter, Jobs, WORKERS, WorkItem, run_of};
+use crate::{ATTEMPT, Emitter, Jobs, WorkItem, run_of};
 
 /// A task that ran during this many crashes of workers is taken as their cause, if it ran alone during the last one.
 const CRASHES: usize = 3;
@@ -34,14 +32,8 @@ const CRASHES: usize = 3;
 const MARGIN: Duration = Duration::from_secs(60);
 /// The longest pause before a task with an unknown name goes back to the group.
 const UNKNOWN_PAUSE: Duration = Duration::from_secs(1);
-/// The most bytes of an error that are kept: as many as of standard error by default.
-pub(super) const LONGEST_ERROR: usize = 4 * 1024;
 /// The most bytes of the name of a step that are kept.
 const LONGEST_STEP: usize = 1024;
-/// More bytes than `Task Completed` has besides its output and its ids.
-const ENVELOPE: usize = 384;
-/// The metadata key for details about the child process: exit, memory, end of standard error.
-pub(crate) const DETAILS: &str = "worker";
 
 /// The state that all attempts of a worker share.
 pub(super) struct Runner {
@@ -74,46 +66,19 @@ enum Work {
     },
 }
 
-/// How an attempt ended.
-enum End {
-    Completed {
-        output: Json,
-        usage: Option<Usage>,
-        exit_code: i32,
-    },
-    Failed {
-        category: ErrorCategory,
-        error: String,
-    },
-    TimedOut {
-        limit: Duration,
-        signal: Signal,
-    },
-    Cancelled,
-    LeaseLost,
-    GivenBack,
-}
-
-/// The end of an attempt, and the details for the metadata of its event.
-struct Finished {
-    end: End,
-    elapsed: Duration,
-    details: Option<String>,
-}
-
 /// One attempt.
-struct Attempt<'a> {
-    runner: &'a Runner,
-    item: WorkItem,
-    emitter: Emitter,
-    context: &'a Context,
+pub(super) struct Attempt<'a> {
+    pub(super) runner: &'a Runner,
+    pub(super) item: WorkItem,
+    pub(super) emitter: Emitter,
+    pub(super) context: &'a Context,
     /// Whether a person asked for this delivery. Then attempts are counted from 1 again.
     is_asked_for: bool,
     /// The id of the event that ends the task with the ack.
-    end_id: EventId,
+    pub(super) end_id: EventId,
     /// The limits of a child process. Its time limit also applies to a function.
-    limits: ChildLimits,
-    max_attempts: u32,
+    pub(super) limits: ChildLimits,
+    pub(super) max_attempts: u32,
 }
 
 impl Runner {
@@ -134,7 +99,7 @@ impl Runner {
         let cancellations = &self.cancellations;
         if cancellations.is_over(&self.jobs, &item, message).await? {
             return Err(skip(
-                "the task was cancelled, has been started again, or has completed",
+                "the task was cancelled, has been started again, or has ended",
             ));
         }
         let limits = self.limits(event, &item.work.name);
@@ -246,19 +211,6 @@ impl Runner {
         }
         limits
     }
-}
-
-/// The id of the event that ends the task with the ack: the same in every attempt, and for a work message that the
-/// broker stored twice. The id that the bus would derive depends on the number of events before it, and an attempt whose
-/// function waits has published its start already. Then the end could get the id of a start that a killed worker stored,
-/// and would be taken for its duplicate.
-///
-/// A delivery that a person asked for opens a run that may have ended with this id: a replay delivers the same work
-/// message. So the id then depends on that last end too. It stays the same in each attempt until the run ends again.
-fn end_id(work: EventId, last_end: Option<EventId>) -> EventId {
-    let time = time_in(&work.to_string()).unwrap_or(Timestamp::EPOCH);
-    let name = last_end.map_or_else(|| "end".to_owned(), |last| format!("end\0{last}"));
-    EventId::derived(work, time, WORKERS, &name, 0)
 }
 
 /// A number in the metadata of a work message.
@@ -471,151 +423,6 @@ impl Attempt<'_> {
             },
         )
     }
-
-    /// Turns the end of the attempt into the outcome for the work message, with its events. `begun`: the start event,
-    /// if it was not published yet.
-    fn settle(
-        &self,
-        begun: Option<EventBuilder>,
-        finished: Finished,
-    ) -> Result<Outcome, HandlerError> {
-        let acked = |begun: Option<EventBuilder>, event: EventBuilder| {
-            let mut events = begun.into_iter().chain([event.id(self.end_id)]);
-            events.try_fold(Outcome::default(), Outcome::publish)
-        };
-        let Finished {
-            end,
-            elapsed,
-            details,
-        } = finished;
-        let end = self.bounded(end);
-        let with_details = |event: EventBuilder| match &details {
-            Some(details) => event.meta(DETAILS, details.as_str()),
-            None => event,
-        };
-        let work = &self.item.work;
-        let (request_id, job_id) = (work.request_id.clone(), work.job_id.clone());
-        match end {
-            End::Completed {
-                output,
-                usage,
-                exit_code,
-            } => {
-                let completed = TaskCompleted {
-                    request_id,
-                    job_id,
-                    output,
-                    duration_ms: millis(elapsed),
-                    exit_code,
-                    usage,
-                };
-                let event = self.item.event(&self.emitter, &completed);
-                acked(begun, with_details(event))
-            }
-            End::TimedOut { limit, signal } => {
-                let timeout = TaskTimeout {
-                    request_id,
-                    job_id,
-                    timeout_ms: millis(limit),
-                    elapsed_ms: millis(elapsed),
-                    signal,
-                };
-                let event = self.item.event(&self.emitter, &timeout);
-                acked(begun, with_details(event))
-            }
-            End::Failed { category, error } if !category.is_retryable() => {
-                let event = self.failed(error, category, FailureSource::Worker);
-                acked(begun, with_details(event))
-            }
-            End::Failed { category, error } => {
-                let attempt = self.context.attempt();
-                let failed = TaskProcessingFailed {
-                    request_id,
-                    job_id,
-                    attempt_number: attempt,
-                    error: error.clone(),
-                    error_category: category,
-                };
-                let event = with_details(self.item.event(&self.emitter, &failed));
-                let failed = |error| {
-                    let events = begun.into_iter().chain([event]);
-                    events.fold(error, HandlerError::with_event)
-                };
-                if attempt < self.max_attempts {
-                    return Err(failed(HandlerError::new(error)));
-                }
-                let last = self.failed(error.clone(), category, FailureSource::Dlq);
-                Err(failed(HandlerError::permanent(error)).with_event(with_details(last)))
-            }
-            End::Cancelled => Err(skip("the task was cancelled while it ran")),
-            End::LeaseLost => Err(HandlerError::new("the lease of the task was lost")),
-            End::GivenBack => Err(HandlerError::give_back("the worker stops")),
-        }
-    }
-
-    /// Cuts a long error. An output that is too large for an event becomes a failure.
-    fn bounded(&self, end: End) -> End {
-        let most = self.runner.jobs.bus().max_payload();
-        let work = &self.item.work;
-        let ids = work.request_id.len() + work.job_id.as_ref().map_or(0, String::len);
-        let room = most.saturating_sub(ENVELOPE + 2 * ids);
-        match end {
-            End::Completed { output, .. } if output.get().len() > room => End::Failed {
-                category: ErrorCategory::Programming,
-                error: format!(
-                    "its output has {} bytes, and an event here has at most {most}",
-                    output.get().len()
-                ),
-            },
-            End::Failed { category, error } => End::Failed {
-                category,
-                error: cut(&error, LONGEST_ERROR).to_owned(),
-            },
-            end => end,
-        }
-    }
-
-    /// The error for a task without attempts left: a dead letter, with `Task Failed`.
-    fn used_up(&self, error: &str) -> HandlerError {
-        let error = cut(error, LONGEST_ERROR).to_owned();
-        let event = self.failed(
-            error.clone(),
-            ErrorCategory::ServerError,
-            FailureSource::Dlq,
-        );
-        HandlerError::permanent(error).with_event(event)
-    }
-
-    fn failed(
-        &self,
-        error: String,
-        category: ErrorCategory,
-        source: FailureSource,
-    ) -> EventBuilder {
-        let work = &self.item.work;
-        self.item.event(
-            &self.emitter,
-            &TaskFailed {
-                request_id: work.request_id.clone(),
-                job_id: work.job_id.clone(),
-                error,
-                error_category: category,
-                retry_count: self.context.attempt(),
-                source,
-            },
-        )
-    }
-}
-
-impl Finished {
-    /// An attempt whose work did not begin.
-    fn without_work(end: End, elapsed: Duration) -> Self {
-        Self {
-            end,
-            elapsed,
-            details: None,
-        }
-    }
 }
 
 impl Work {
@@ -704,99 +511,7 @@ impl Work {
     }
 }
 
-fn of_stop(why: Stopped) -> End {
-    match why {
-        Stopped::LeaseLost => End::LeaseLost,
-        Stopped::Cancelled => End::Cancelled,
-        _ => End::GivenBack,
-    }
-}
-
-/// Turns the end of a child process into the end of the attempt.
-fn of_child(ended: Ended, attempt: &Attempt<'_>, classifier: &Classifier) -> Finished {
-    let limits = attempt.limits;
-    let details = details(&ended);
-    let elapsed = ended.elapsed;
-    let end = match ended.stopped {
-        Some((Stopped::Timeout, signal)) => End::TimedOut {
-            limit: limits.timeout,
-            signal: match signal {
-                StopSignal::Term => Signal::Term,
-                StopSignal::Kill => Signal::Kill,
-            },
-        },
-        Some((Stopped::TooMuchOutput, _)) => End::Failed {
-            category: ErrorCategory::Programming,
-            error: format!(
-                "the child wrote more than {} bytes of output",
-                limits.output
-            ),
-        },
-        Some((why, _)) => of_stop(why),
-        None if ended.exit.code() == Some(0) => match ended.output {
-            Ok(output) => End::Completed {
-                output,
-                usage: ended.usage,
-                exit_code: 0,
-            },
-            Err(error) => End::Failed {
-                category: ErrorCategory::Programming,
-                error,
-            },
-        },
-        None => {
-            let (category, mut error) = classifier.of_child(&ended);
-            // The child only sees a failed allocation, so the error mentions the limit.
-            if let Some(limit) = limits.memory
-                && ended.peak_memory >= limit / 10 * 8
-            {
-                error.push_str(&format!(
-                    " (it may have needed more than its {limit} bytes of memory)"
-                ));
-            }
-            End::Failed { category, error }
-        }
-    };
-    Finished {
-        end,
-        elapsed,
-        details: Some(details),
-    }
-}
-
-/// The details for the metadata of the event: how the child ended, its memory, the end of its standard error.
-fn details(ended: &Ended) -> String {
-    let mut details = json!({ "exit": ended.exit.to_string() });
-    if let Some(code) = ended.exit.code() {
-        details["exitCode"] = json!(code);
-    }
-    if ended.peak_memory > 0 {
-        details["peakMemory"] = json!(ended.peak_memory);
-    }
-    if !ended.stderr.is_empty() {
-        details["stderr"] = json!(ended.stderr);
-    }
-    details.to_string()
-}
-
-/// The category of a failed start. A missing command is still missing at the next attempt, so it is not retried. Other
-/// errors, such as too many processes, are retried.
-fn cannot_start(error: &std::io::Error) -> ErrorCategory {
-    use std::io::ErrorKind;
-    match error.kind() {
-        ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::Unsupported => {
-            ErrorCategory::Programming
-        }
-        ErrorKind::InvalidInput | ErrorKind::ArgumentListTooLong => ErrorCategory::Validation,
-        _ => ErrorCategory::ServerError,
-    }
-}
-
 /// Whole seconds since 1970, rounded down: a reader must not take a lock for longer than it is.
 fn seconds(time: Timestamp) -> u64 {
     u64::try_from(time.as_micros() / 1_000_000).unwrap_or(0)
-}
-
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -10,7 +10,9 @@ use everbus::{Cursor, Event, Message, Result, TypedEvent};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
+use super::ending::end_id;
 use crate::events::{ErrorCategory, TaskFailed, TaskState};
+use crate::state::TaskStatus;
 use crate::{DEFAULT_TENANT, Emitter, Jobs, WorkItem, run_of};
 
 /// With this many known cancels, the older half is dropped. For older work messages the state of the task is looked up.
@@ -87,7 +89,7 @@ impl Cancellations {
         Ok(())
     }
 
-    /// Whether the run must not begin: it was cancelled, a later run has replaced it, or it has completed. Called before
+    /// Whether the run must not begin: it was cancelled, a later run has replaced it, or it has ended. Called before
     /// the work begins. A cancel that is published at this moment may be missed here; then [`wait`](Self::wait) returns
     /// at once.
     pub(super) async fn is_over(
@@ -115,17 +117,17 @@ impl Cancellations {
         };
         // The state decides. A cancel that came after the end of the run has no effect on a later delivery of the run.
         let jobs = jobs.for_tenant(tenant);
-        let task = jobs.task(&item.work.request_id).await?;
-        let is_over = task.is_some_and(|task| match task.run.cmp(&item.run) {
-            Ordering::Greater => true,
-            // A broker delivers work again if the ack of its end was lost, or if the work was stored twice. A failed
-            // run goes on: its dead letter may be missing.
-            Ordering::Equal => {
-                let completed = task.state == Some(TaskState::Completed);
-                task.cancelled || (completed && !is_asked_for(message))
-            }
-            Ordering::Less => false,
-        });
+        let is_over = match jobs.task(&item.work.request_id).await? {
+            None => false,
+            Some(task) => match task.run.cmp(&item.run) {
+                Ordering::Greater => true,
+                Ordering::Equal => {
+                    task.cancelled
+                        || (!is_asked_for(message) && has_ended(&jobs, &task, message).await?)
+                }
+                Ordering::Less => false,
+            },
+        };
         if !is_over && let Some(heard) = heard {
             let mut known = self.known.lock();
             // Another cancel may have arrived meanwhile: it is kept.
@@ -158,6 +160,23 @@ pub(super) fn is_asked_for(message: &Message) -> bool {
         || [EDIT_OF, REPLAY_OF]
             .iter()
             .any(|key| metadata.contains_key(*key))
+}
+
+/// Whether the run has an end that only the ack of its work follows. A broker delivers such work again if the ack was
+/// lost, or if the work was stored twice.
+///
+/// A run whose attempts are used up goes on: its dead letter may be missing. Its `Task Failed` has another id.
+async fn has_ended(jobs: &Jobs, task: &TaskStatus, message: &Message) -> Result<bool> {
+    match task.state {
+        Some(TaskState::Completed) => Ok(true),
+        Some(TaskState::Failed) => {
+            let end = end_id(message.event().id(), None);
+            let found = jobs.bus().lookup()?.find(end).await?;
+            let mut tenants = found.iter().map(|record| record.event.tenant());
+            Ok(tenants.any(|tenant| tenant == message.event().tenant()))
+        }
+        _ => Ok(false),
+    }
 }
 
 fn key(tenant: &str, item: &WorkItem) -> Run {

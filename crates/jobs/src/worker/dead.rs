@@ -13,8 +13,8 @@ use parking_lot::Mutex;
 use serde::Deserialize;
 
 use super::DEAD_WORK;
-use super::attempt::LONGEST_ERROR;
 use super::classify::cut;
+use super::ending::LONGEST_ERROR;
 use crate::dispatcher::LEASE;
 use crate::events::{
     ErrorCategory, FailureSource, TASK, TaskCompleted, TaskFailed, TaskHeartbeat, TaskStarted,

@@ -16,6 +16,7 @@ mod cancel;
 pub mod child;
 pub mod classify;
 mod dead;
+mod ending;
 mod task;
 
 use std::collections::BTreeMap;

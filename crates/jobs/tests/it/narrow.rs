@@ -2,17 +2,21 @@
 //! and answers are lost, events are stored and delivered twice, and leases are lost.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
-use everbus::core::{Appended, BoxFuture, Broker, BrokerLayer, Clock};
-use everbus::{Bus, BusOptions, Code, Event, ManualClock, Result, RetryPolicy, SystemClock};
+use everbus::core::{Appended, BoxFuture, Broker, BrokerLayer, Clock, Engine};
+use everbus::{
+    Bus, BusOptions, Code, Error, Event, ManualClock, Result, RetryPolicy, SystemClock,
+    TypedEvent as _,
+};
 use everbus_jobs::events::{
-    ErrorCategory, JobCompleted, JobCreated, Json, TaskCompleted, TaskPending, TaskState, Work,
+    ErrorCategory, JobCompleted, JobCreated, Json, TaskCompleted, TaskFailed, TaskPending,
+    TaskState, TaskTimeout, Work,
 };
 use everbus_jobs::worker::DEAD_WORK;
 use everbus_jobs::{
-    DISPATCHER, Dispatcher, JobState, Jobs, NewTask, Task, TaskError, WORK, Worker,
+    DISPATCHER, Dispatcher, JobState, Jobs, NewTask, Task, TaskError, WORK, WORKERS, Worker,
 };
 use everbus_testkit::narrow::{self, Faults};
 
@@ -25,10 +29,11 @@ const JOBS: u64 = 12;
 /// One call in this many has each kind of fault.
 const ONE_IN: u64 = 24;
 
-/// Counts the work messages that are appended.
+/// Counts the work messages that are appended, and loses answers on demand.
 struct Works {
     inner: Arc<dyn Broker>,
     appended: Arc<AtomicU32>,
+    loses_ends: Arc<AtomicBool>,
 }
 
 impl BrokerLayer for Works {
@@ -40,7 +45,16 @@ impl BrokerLayer for Works {
         let works = batch.iter().filter(|event| event.event_type() == WORK);
         let works = u32::try_from(works.count()).unwrap();
         self.appended.fetch_add(works, Ordering::SeqCst);
-        self.inner.append(batch)
+        let ends = [TaskFailed::TYPE, TaskTimeout::TYPE];
+        let has_end = batch.iter().any(|event| ends.contains(&event.event_type()));
+        Box::pin(async move {
+            let answers = self.inner.append(batch).await?;
+            if has_end && self.loses_ends.load(Ordering::SeqCst) {
+                let lost = Error::new(Code::Unavailable, "the answer is lost, on purpose");
+                return Err(lost.with_unknown_outcome());
+            }
+            Ok(answers)
+        })
     }
 }
 
@@ -51,7 +65,19 @@ struct Stage {
     faults: Faults,
     /// How many work messages were appended.
     works: Arc<AtomicU32>,
+    /// Whether the event that ends a task is stored, and the worker gets no answer.
+    loses_ends: Arc<AtomicBool>,
+    /// The broker without what is done to it here, and the store, for another process.
+    plain: Engine,
+    store: Bus,
     _directory: tempfile::TempDir,
+}
+
+async fn composed(broker: Engine, store: &Bus) -> (Bus, Jobs) {
+    let engine = everbus::compose(broker, store.engine().clone(), Arc::new(SystemClock)).await;
+    let bus = Bus::with_engine(engine.unwrap(), BusOptions::default()).unwrap();
+    let jobs = Jobs::new(bus.clone()).unwrap();
+    (bus, jobs)
 }
 
 impl Stage {
@@ -60,21 +86,24 @@ impl Stage {
         let clock: Arc<dyn Clock> = Arc::new(SystemClock);
         let faults = Faults::random(seed, 0);
         let mut broker = narrow::open(&clock, 3, faults.clone()).unwrap();
-        let works = Arc::default();
+        let plain = broker.clone();
+        let (works, loses_ends) = (Arc::default(), Arc::default());
         broker.broker = Arc::new(Works {
             inner: broker.broker.clone(),
             appended: Arc::clone(&works),
+            loses_ends: Arc::clone(&loses_ends),
         });
         let file = format!("sqlite:{}", directory.path().join("store.db").display());
         let store = Bus::open(file).await.unwrap();
-        let engine = everbus::compose(broker, store.engine().clone(), clock).await;
-        let bus = Bus::with_engine(engine.unwrap(), BusOptions::default()).unwrap();
-        let jobs = Jobs::new(bus.clone()).unwrap();
+        let (bus, jobs) = composed(broker, &store).await;
         Self {
             bus,
             jobs,
+            plain,
+            store,
             faults,
             works,
+            loses_ends,
             _directory: directory,
         }
     }
@@ -323,4 +352,66 @@ async fn a_retried_dead_letter_completes_its_task_on_a_narrow_broker() {
     .await;
     assert_eq!(calls.load(Ordering::SeqCst), 2);
     bus.shutdown().await.unwrap();
+}
+
+// conformance: workflow/task-endings: a run that failed or timed out does not run again if its worker got no answer for the end, and the broker delivers the work to another process
+#[tokio::test(flavor = "multi_thread")]
+async fn a_run_whose_end_is_stored_does_not_run_again_on_a_narrow_broker() {
+    for name in ["wrong", "slow"] {
+        let stage = Stage::open(1).await;
+        let Stage { bus, jobs, .. } = &stage;
+        let calls = Arc::new(AtomicU32::new(0));
+        let worker = |jobs: &Jobs| {
+            let count = calls.clone();
+            let ends = move |task: Task| {
+                count.fetch_add(1, Ordering::SeqCst);
+                async move {
+                    if task.name == "slow" {
+                        std::future::pending::<()>().await;
+                    }
+                    let error = "it was asked to";
+                    Err::<(), _>(TaskError::new(ErrorCategory::Validation, error))
+                }
+            };
+            let worker = Worker::new(jobs.clone()).any(ends).concurrency(1);
+            worker.timeout(Duration::from_millis(50))
+        };
+        worker(jobs).mount().await.unwrap();
+        bus.start().await.unwrap();
+        stage.loses_ends.store(true, Ordering::SeqCst);
+        let task = NewTask::new(name, Json::empty()).id("req-1");
+        jobs.submit(task).await.unwrap();
+        until("the store has the end", async || {
+            let task = jobs.task("req-1").await.unwrap();
+            task.is_some_and(|task| task.state == Some(TaskState::Failed))
+        })
+        .await;
+        // The first worker still waits for the answer, and takes nothing else.
+        let (other, other_jobs) = composed(stage.plain.clone(), &stage.store).await;
+        worker(&other_jobs).mount().await.unwrap();
+        other.start().await.unwrap();
+        let work = events_of::<Work>(jobs).await[0].event.clone();
+        let again = other.engine().broker.append(vec![work]).await;
+        assert!(again.unwrap()[0].is_ok());
+        let group = WORKERS.parse().unwrap();
+        until("the second delivery is settled", async || {
+            let groups = other.stats().groups;
+            groups
+                .get(&group)
+                .is_some_and(|group| group.skipped.handler + group.handled > 0)
+        })
+        .await;
+        assert_eq!(calls.load(Ordering::SeqCst), 1, "{name}");
+        stage.loses_ends.store(false, Ordering::SeqCst);
+        until("everything is settled", async || {
+            is_settled(bus, WORKERS).await
+        })
+        .await;
+        let ends =
+            events_of::<TaskFailed>(jobs).await.len() + events_of::<TaskTimeout>(jobs).await.len();
+        assert_eq!((calls.load(Ordering::SeqCst), ends), (1, 1), "{name}");
+        assert!(bus.dead_letters().list().await.unwrap().is_empty());
+        other.shutdown().await.unwrap();
+        bus.shutdown().await.unwrap();
+    }
 }

@@ -277,6 +277,7 @@ async fn a_task_that_has_ended_runs_again_only_if_asked() {
     jobs.bus().shutdown().await.unwrap();
 }
 
+// conformance: workflow/task-delay: a task does not start a second before its time, and starts after it
 #[tokio::test(flavor = "multi_thread")]
 async fn a_delayed_task_is_never_early() {
     let clock = ManualClock::new(Timestamp::from_micros(1_800_000_000_000_000));

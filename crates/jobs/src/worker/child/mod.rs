@@ -201,7 +201,9 @@ impl ChildCommand {
             let what = format!("there is no directory {}", directory.display());
             return Err(invalid(what).hint("create it, or name another one"));
         }
-        let candidates = self.candidates();
+        let environment = self.environment();
+        let path = environment.get(OsStr::new("PATH"));
+        let candidates = self.candidates(path.map(OsString::as_os_str));
         if candidates.iter().any(|path| is_executable(path)) {
             return Ok(());
         }
@@ -215,21 +217,44 @@ impl ChildCommand {
         })
     }
 
+    /// The variables of every child: those that are allowed, and those that are set.
+    fn environment(&self) -> BTreeMap<OsString, OsString> {
+        let allowed = self.allowed.iter();
+        let allowed =
+            allowed.filter_map(|name| Some((OsString::from(name), std::env::var_os(name)?)));
+        let set = self.set.iter();
+        let set = set.map(|(name, value)| (OsString::from(name), OsString::from(value)));
+        allowed.chain(set).collect()
+    }
+
     /// The files that the program may be, in the order in which the system looks for it.
-    fn candidates(&self) -> Vec<PathBuf> {
+    fn candidates(&self, path: Option<&OsStr>) -> Vec<PathBuf> {
         let base = self.directory.clone().unwrap_or_default();
-        if self.program.as_encoded_bytes().contains(&b'/') {
+        if self.has_path() {
             return vec![base.join(&self.program)];
         }
-        let path = match self.set.get("PATH") {
-            Some(path) => Some(OsString::from(path)),
-            None => std::env::var_os("PATH"),
-        };
-        let path = path.unwrap_or_else(|| "/bin:/usr/bin".into());
-        let directories = std::env::split_paths(&path);
+        let directories = std::env::split_paths(path.unwrap_or(OsStr::new("/bin:/usr/bin")));
         directories
             .map(|directory| base.join(directory).join(&self.program))
             .collect()
+    }
+
+    /// Whether the program is named by a path, so that it is not searched for.
+    fn has_path(&self) -> bool {
+        self.program.as_encoded_bytes().contains(&b'/')
+    }
+
+    /// The file of a program without a path; `None` if it is not found, and for a program with a path.
+    ///
+    /// The standard library starts a program with a path with `posix_spawn`. One without a path and with its own `PATH`
+    /// is searched for after a `fork`, which copies the page tables of this process: milliseconds in a large one.
+    fn file(&self, path: Option<&OsStr>) -> Option<PathBuf> {
+        if self.has_path() {
+            return None;
+        }
+        let candidates = self.candidates(path);
+        let found = candidates.into_iter().find(|path| is_executable(path))?;
+        std::path::absolute(found).ok()
     }
 
     /// Starts a child with this input. The variables are added to the others, and replace those with the same name.
@@ -250,23 +275,24 @@ impl ChildCommand {
         variables: impl IntoIterator<Item = (&'a str, String)>,
         input: Vec<u8>,
     ) -> std::io::Result<Running> {
-        let mut command = Command::new(&self.program);
+        let watched = orphans::Watched::starting();
+        let mut environment = self.environment();
+        let variables = variables.into_iter();
+        environment.extend(variables.map(|(name, value)| (name.into(), value.into())));
+        environment.insert(orphans::MARK.into(), watched.mark().into());
+        let path = environment.get(OsStr::new("PATH"));
+        let file = self.file(path.map(OsString::as_os_str));
+        let program = file.as_deref().map_or(self.program(), Path::as_os_str);
+        let mut command = Command::new(program);
         command
             .args(&self.args)
             .env_clear()
+            .envs(environment)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        for name in &self.allowed {
-            if let Some(value) = std::env::var_os(name) {
-                command.env(name, value);
-            }
-        }
-        let watched = orphans::Watched::starting();
-        command
-            .envs(&self.set)
-            .envs(variables)
-            .env(orphans::MARK, watched.mark());
+        // The program sees the name that the command has.
+        std::os::unix::process::CommandExt::arg0(&mut command, &self.program);
         if let Some(directory) = &self.directory {
             command.current_dir(directory);
         }
@@ -313,5 +339,30 @@ mod tests {
         here.check().unwrap();
         ChildCommand::new("sh").check().unwrap();
         ChildCommand::new(&run).check().unwrap();
+    }
+
+    // conformance: workflow/task-child: a program without a path is searched for in the PATH of the child, and sees its name
+    #[tokio::test]
+    async fn a_program_is_found_on_the_search_path_of_its_child() {
+        let dir = tempfile::tempdir().unwrap();
+        for (folder, mode) in [("first", 0o644), ("second", 0o755)] {
+            let program = dir.path().join(folder).join("greet");
+            std::fs::create_dir(program.parent().unwrap()).unwrap();
+            let text = format!("#!/bin/sh\necho '\"from {folder}\"'\n");
+            std::fs::write(&program, text).unwrap();
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(mode);
+            std::fs::set_permissions(&program, mode).unwrap();
+        }
+        let output = async |command: ChildCommand| {
+            let mut child = command.start([], Vec::new()).unwrap();
+            child.ended().await.unwrap().output.unwrap()
+        };
+        let greet = ChildCommand::new("greet").directory(dir.path());
+        let greet = greet.env("PATH", "first:second");
+        assert_eq!(output(greet).await.get(), "\"from second\"");
+        let name = ChildCommand::new("sh").args(["-c", r#"printf '"%s"' "$0""#]);
+        assert_eq!(output(name).await.get(), "\"sh\"");
+        let missing = ChildCommand::new("no-such-program-here").start([], Vec::new());
+        assert_eq!(missing.unwrap_err().kind(), std::io::ErrorKind::NotFound);
     }
 }

@@ -147,6 +147,7 @@ async fn a_child_that_closes_its_pipes_is_waited_for() {
     stage.bus.shutdown().await.unwrap();
 }
 
+// conformance: workflow/worker-group: a process that a child left running in its group is killed when the child has ended
 #[tokio::test]
 async fn what_a_child_leaves_behind_is_killed() {
     let stage = Stage::new().await;

@@ -55,6 +55,7 @@ async fn the_start_names_the_worker_the_process_and_the_lock() {
     stage.bus.shutdown().await.unwrap();
 }
 
+// conformance: workflow/worker-environment: a child sees the variables of the allow-list and those that are set, and no others
 #[tokio::test]
 async fn the_environment_is_cleared_to_an_allow_list() {
     let stage = Stage::new().await;
