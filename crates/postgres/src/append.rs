@@ -3,7 +3,8 @@
 //! Calls that wait at the same time share a transaction: one commit makes all of them durable. A call that
 //! must be refused does not affect the others.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -20,8 +21,11 @@ use crate::rows::{AFTER_RECORD, RECORD, Stored, get};
 /// than 2 MB of payloads to a temporary file.
 const MOST_EVENTS: usize = 2000;
 const MOST_BYTES: usize = 1 << 20;
-/// Transactions that run at the same time: while one waits for the disk, the next is computed.
-const WRITERS: usize = 3;
+/// Transactions that run at the same time: while one waits for the disk, the next is computed. They share what waits in
+/// equal parts, because a transaction costs the server as much as about a hundred events.
+const WRITERS: usize = 2;
+/// So many more run at the same time if as much waits as a transaction may have.
+const FURTHER: usize = 2;
 /// After an id was published again, ids are looked up before each insert for this long.
 const LATELY: Duration = Duration::from_secs(60);
 
@@ -31,6 +35,14 @@ type Answers = Result<Vec<Result<Appended>>>;
 pub(crate) struct Job {
     events: Vec<Event>,
     reply: oneshot::Sender<Answers>,
+}
+
+impl Job {
+    /// Its events, and the bytes of their payloads.
+    fn size(&self) -> (usize, usize) {
+        let bytes = self.events.iter().map(|event| event.payload().len());
+        (self.events.len(), bytes.sum())
+    }
 }
 
 /// When an id was last published again.
@@ -69,29 +81,93 @@ impl Postgres {
 /// Serves the waiting calls until the engine is gone.
 pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedReceiver<Job>) {
     let writers = Arc::new(Semaphore::new(WRITERS));
+    let further = Arc::new(Semaphore::new(FURTHER));
+    // Events of the transactions that run.
+    let running = Arc::new(AtomicUsize::new(0));
+    let mut waiting = Waiting::default();
     loop {
-        let Ok(writer) = writers.clone().acquire_owned().await else {
-            return;
+        if waiting.jobs.is_empty() {
+            let Some(job) = queue.recv().await else {
+                return;
+            };
+            waiting.add(job);
+        }
+        let writer = loop {
+            waiting.fill(&mut queue);
+            tokio::select! {
+                biased;
+                writer = writers.clone().acquire_owned() => break writer,
+                writer = further.clone().acquire_owned(), if waiting.is_full() => break writer,
+                Some(job) = queue.recv() => waiting.add(job),
+            }
         };
-        let Some(first) = queue.recv().await else {
-            return;
-        };
+        // Tasks that were answered together publish again together. Those that are ready to run come first, unless
+        // nothing else is under way.
+        while running.load(Ordering::Relaxed) > 0 {
+            let before = waiting.jobs.len();
+            tokio::task::yield_now().await;
+            waiting.fill(&mut queue);
+            if waiting.jobs.len() == before {
+                break;
+            }
+        }
         let Some(engine) = engine.upgrade() else {
             return;
         };
-        let size = |job: &Job| job.events.iter().map(|e| e.payload().len()).sum::<usize>();
-        let (mut events, mut bytes) = (first.events.len(), size(&first));
-        let mut jobs = vec![first];
-        while events < MOST_EVENTS && bytes < MOST_BYTES {
-            let Ok(next) = queue.try_recv() else { break };
-            events += next.events.len();
-            bytes += size(&next);
-            jobs.push(next);
-        }
+        let share = (running.load(Ordering::Relaxed) + waiting.events).div_ceil(WRITERS);
+        let (jobs, events) = waiting.take(share);
+        let running = running.clone();
+        running.fetch_add(events, Ordering::Relaxed);
         tokio::spawn(async move {
             engine.append_jobs(jobs).await;
+            running.fetch_sub(events, Ordering::Relaxed);
             drop(writer);
         });
+    }
+}
+
+/// The calls that no transaction has taken yet.
+#[derive(Default)]
+struct Waiting {
+    jobs: VecDeque<Job>,
+    events: usize,
+    bytes: usize,
+}
+
+impl Waiting {
+    fn add(&mut self, job: Job) {
+        let (events, bytes) = job.size();
+        self.events += events;
+        self.bytes += bytes;
+        self.jobs.push_back(job);
+    }
+
+    fn fill(&mut self, queue: &mut mpsc::UnboundedReceiver<Job>) {
+        while let Ok(job) = queue.try_recv() {
+            self.add(job);
+        }
+    }
+
+    /// Whether a transaction could not take more.
+    fn is_full(&self) -> bool {
+        self.events >= MOST_EVENTS || self.bytes >= MOST_BYTES
+    }
+
+    /// Takes the calls of one transaction, with about `share` events, and says how many these are.
+    fn take(&mut self, share: usize) -> (Vec<Job>, usize) {
+        let mut jobs = Vec::new();
+        let (mut events, mut bytes) = (0, 0);
+        while jobs.is_empty() || events < share.min(MOST_EVENTS) && bytes < MOST_BYTES {
+            let Some(job) = self.jobs.pop_front() else {
+                break;
+            };
+            let size = job.size();
+            (events, bytes) = (events + size.0, bytes + size.1);
+            jobs.push(job);
+        }
+        self.events -= events;
+        self.bytes -= bytes;
+        (jobs, events)
     }
 }
 

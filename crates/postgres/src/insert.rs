@@ -7,9 +7,9 @@ use everbus_core::{Appended, Code, Error, Event, EventId, Position, Result, Time
 
 use crate::append::{check_texts, key_of, texts};
 use crate::pool::{Conn, Param, Sql};
-use crate::rows::{NewRow, get, get_seq};
+use crate::rows::{NewRow, get, get_seq, seq_from};
 
-/// Up to this average size of payloads, the arrays are in the list of values: see [`new_rows`].
+/// Up to this average size of payloads, the arrays are in the list of values: see [`Sent::statement`].
 const SMALL: usize = 1024;
 
 /// How an id that is taken is found.
@@ -25,7 +25,7 @@ pub(crate) enum Ids {
 /// Inserts events with new ids, and answers in their order. `None`: an id is taken, and nothing was done.
 ///
 /// Every array costs time for each row. So a type, version or tenant that all events share is sent as a single value,
-/// and an optional column that no event has is not sent.
+/// and an optional column that no event has is not sent. An event that comes alone is sent without arrays.
 pub(crate) async fn insert_new(
     conn: &Conn,
     events: &[&Event],
@@ -37,128 +37,174 @@ pub(crate) async fn insert_new(
     for event in events {
         c.push(event, types)?;
     }
-    // The arrays: column, type and values.
-    let mut arrays: Vec<(&str, &str, &dyn Param)> = vec![
-        ("occurred_at", "bigint", &c.occurred_at),
-        ("checksum", "integer", &c.checksums),
-        ("id", "uuid", &c.ids),
-        ("payload", "bytea", &c.payloads),
-    ];
-    let mut singles: Vec<(&str, &dyn Param)> = vec![("received_at", &received_at)];
-    match c.types.first() {
-        Some(first) if c.types.iter().all(|other| other == first) => singles.push(("type", first)),
-        _ => arrays.push(("type", "integer", &c.types)),
-    }
-    match c.versions.first() {
-        Some(first) if c.versions.iter().all(|other| other == first) => {
-            singles.push(("version", first));
-        }
-        _ => arrays.push(("version", "bigint", &c.versions)),
-    }
-    match c.tenants.first() {
-        Some(first) if c.tenants.iter().all(|other| other == first) => {
-            singles.push(("tenant", first));
-        }
-        _ => arrays.push(("tenant", "text", &c.tenants)),
-    }
-    if c.expires_at.iter().any(Option::is_some) {
-        arrays.push(("expires_at", "bigint", &c.expires_at));
-    }
-    let optional = [
-        ("app", &c.apps),
-        ("entity_type", &c.entity_types),
-        ("entity_id", &c.entity_ids),
-        ("address", &c.addresses),
-    ];
-    for (name, texts) in optional {
-        if texts.iter().any(Option::is_some) {
-            arrays.push((name, "text", texts));
-        }
-    }
-    if c.attrs.iter().any(Option::is_some) {
-        arrays.push(("attrs", "text", &c.attrs));
-    }
+    let mut sent = Sent {
+        singles: vec![("received_at", &received_at)],
+        arrays: Vec::new(),
+        alone: events.len() == 1,
+    };
+    sent.add("occurred_at", "bigint", &c.occurred_at);
+    sent.add("checksum", "integer", &c.checksums);
+    sent.add("id", "uuid", &c.ids);
+    sent.add("payload", "bytea", &c.payloads);
+    sent.add_shared("type", "integer", &c.types);
+    sent.add_shared("version", "bigint", &c.versions);
+    sent.add_shared("tenant", "text", &c.tenants);
+    sent.add_optional("expires_at", "bigint", &c.expires_at);
+    sent.add_optional("app", "text", &c.apps);
+    sent.add_optional("entity_type", "text", &c.entity_types);
+    sent.add_optional("entity_id", "text", &c.entity_ids);
+    sent.add_optional("address", "text", &c.addresses);
+    sent.add_optional("attrs", "text", &c.attrs);
     let bytes: usize = c.payloads.iter().map(|payload| payload.len()).sum();
-    let sql = new_rows(&singles, &arrays, ids, bytes <= SMALL * events.len());
-    let values = singles.iter().map(|(_, value)| *value);
-    let values: Vec<&dyn Param> = values.chain(arrays.iter().map(|(_, _, v)| *v)).collect();
+    let sql = sent.statement(ids, bytes <= SMALL * events.len());
+    let values = sent.values();
     let rows = match ids {
         Ids::Unseen => conn.query_planned("publishing", &sql, &values).await?,
         Ids::LookedUp => conn.query("publishing", &sql, &values).await?,
     };
-    if rows.is_empty() {
+    let Some(row) = rows.first() else {
         return Ok(None);
-    }
-    let mut inserted = Vec::with_capacity(rows.len());
-    for (row, event) in rows.iter().zip(events) {
-        if EventId::from(get::<uuid::Uuid>(row, 2)?) != event.id() {
-            break;
-        }
-        let position = Position::seq(get_seq(row, 0)?);
-        let received_at = Timestamp::from_micros(get(row, 1)?);
-        inserted.push(Appended::new(event.id(), position, received_at));
-    }
-    if inserted.len() < events.len() {
+    };
+    let Some(received_at) = get::<Option<i64>>(row, 0)? else {
+        return Ok(None);
+    };
+    let received_at = Timestamp::from_micros(received_at);
+    let seqs: Vec<i64> = get(row, 1)?;
+    if seqs.len() != events.len() || !seqs.is_sorted_by(|a, b| a < b) {
         let what = "events were stored in another order";
         return Err(Error::new(Code::Internal, what).with_unknown_outcome());
     }
-    Ok(Some(inserted))
+    let inserted = events.iter().zip(seqs).map(|(event, seq)| {
+        let position = Position::seq(seq_from(seq));
+        Appended::new(event.id(), position, received_at)
+    });
+    Ok(Some(inserted.collect()))
 }
 
-/// The statement for new rows, with the values of `singles` and then those of `arrays`.
-///
-/// `unnest` returns the elements in order, and several of them advance together, so rows get their numbers in order. In
-/// the `FROM` clause, the server first copies all elements. For small payloads the list of values is quicker, by about a
-/// tenth of the statement; for payloads of 4 KB the `FROM` clause is.
-fn new_rows(
-    singles: &[(&str, &dyn Param)],
-    arrays: &[(&str, &str, &dyn Param)],
-    ids: Ids,
-    small: bool,
-) -> String {
-    let (mut columns, mut values) = (Vec::new(), Vec::new());
-    for (index, (name, _)) in singles.iter().enumerate() {
-        columns.push(*name);
-        values.push(match *name {
-            // Times of receipt never decrease, even if the clock is set back.
-            "received_at" => "greatest($1, (SELECT l.received_at FROM everbus.log l ORDER BY l.seq DESC LIMIT 1))".to_owned(),
-            _ => format!("${}", index + 1),
-        });
-    }
-    let mut sources = Vec::new();
-    let mut names = Vec::new();
-    let mut looked_up = String::new();
-    for (index, (name, sql_type, _)) in arrays.iter().enumerate() {
-        let place = singles.len() + index + 1;
-        columns.push(*name);
-        let source = format!("${place}::{sql_type}[]");
-        if small {
-            values.push(format!("unnest({source})"));
-        } else {
-            values.push(format!("x.{name}"));
-            names.push(*name);
-            sources.push(source);
-        }
-        if *name == "id" && ids == Ids::LookedUp {
-            looked_up = format!(
-                "WHERE NOT EXISTS (SELECT 1 FROM everbus.log k WHERE k.id = ANY (${place}))"
-            );
-        }
-    }
-    let from = match small {
-        true => String::new(),
-        false => format!(
-            "FROM unnest({}) AS x ({})",
-            sources.join(", "),
-            names.join(", ")
-        ),
-    };
-    format!(
-        "INSERT INTO everbus.log ({}) SELECT {} {from} {looked_up} RETURNING seq, received_at, id",
-        columns.join(", "),
-        values.join(", "),
-    )
+/// The columns of new rows as they are sent: single values that hold for every row, and arrays.
+struct Sent<'a> {
+    singles: Vec<(&'static str, &'a dyn Param)>,
+    /// Column, type and values.
+    arrays: Vec<(&'static str, &'static str, &'a dyn Param)>,
+    /// There is only one row.
+    alone: bool,
 }
+
+impl<'a> Sent<'a> {
+    fn add<T: Param>(&mut self, name: &'static str, sql_type: &'static str, values: &'a Vec<T>)
+    where
+        Vec<T>: Param,
+    {
+        match values.first() {
+            Some(only) if self.alone => self.singles.push((name, only)),
+            _ => self.arrays.push((name, sql_type, values)),
+        }
+    }
+
+    /// Adds a column that often has the same value in every row.
+    fn add_shared<T: Param + PartialEq>(
+        &mut self,
+        name: &'static str,
+        sql_type: &'static str,
+        values: &'a Vec<T>,
+    ) where
+        Vec<T>: Param,
+    {
+        match values.first() {
+            Some(first) if values.iter().all(|other| other == first) => {
+                self.singles.push((name, first));
+            }
+            _ => self.arrays.push((name, sql_type, values)),
+        }
+    }
+
+    /// Adds a column, unless it is NULL in every row.
+    fn add_optional<T>(
+        &mut self,
+        name: &'static str,
+        sql_type: &'static str,
+        values: &'a Vec<Option<T>>,
+    ) where
+        Option<T>: Param,
+        Vec<Option<T>>: Param,
+    {
+        if values.iter().any(Option::is_some) {
+            self.add(name, sql_type, values);
+        }
+    }
+
+    /// The values, in the order of their places in the statement.
+    fn values(&self) -> Vec<&'a dyn Param> {
+        let singles = self.singles.iter().map(|(_, value)| *value);
+        let arrays = self.arrays.iter().map(|(_, _, values)| *values);
+        singles.chain(arrays).collect()
+    }
+
+    /// The statement that inserts the rows. It answers with one row, because each row of an answer costs the server and
+    /// this process time: the time of receipt, which all new rows share, and their numbers in order. Both are NULL, or
+    /// there is no row, if an id is taken.
+    ///
+    /// `unnest` returns the elements in order, and several of them advance together, so rows get their numbers in order.
+    /// In the `FROM` clause, the server first copies all elements. For small payloads (`small`) the list of values is
+    /// quicker, by about a tenth of the statement; for payloads of 4 KB the `FROM` clause is.
+    fn statement(&self, ids: Ids, small: bool) -> String {
+        let (mut columns, mut values) = (Vec::new(), Vec::new());
+        let mut looked_up = String::new();
+        for (index, (name, _)) in self.singles.iter().enumerate() {
+            columns.push(*name);
+            let place = format!("${}", index + 1);
+            if *name == "id" && ids == Ids::LookedUp {
+                looked_up = format!("WHERE {UNSEEN} k.id = {place})");
+            }
+            values.push(match *name {
+                // Times of receipt never decrease, even if the clock is set back.
+                "received_at" => format!(
+                    "greatest({place}, (SELECT l.received_at FROM everbus.log l ORDER BY l.seq DESC LIMIT 1))"
+                ),
+                _ => place,
+            });
+        }
+        let (mut names, mut sources) = (Vec::new(), Vec::new());
+        for (index, (name, sql_type, _)) in self.arrays.iter().enumerate() {
+            columns.push(*name);
+            let place = format!("${}", self.singles.len() + index + 1);
+            if *name == "id" && ids == Ids::LookedUp {
+                looked_up = format!("WHERE {UNSEEN} k.id = ANY ({place}))");
+            }
+            let source = format!("{place}::{sql_type}[]");
+            if small {
+                values.push(format!("unnest({source})"));
+            } else {
+                values.push(format!("x.{name}"));
+                names.push(*name);
+                sources.push(source);
+            }
+        }
+        let from = match sources.is_empty() {
+            true => String::new(),
+            false => format!(
+                "FROM unnest({}) AS x ({})",
+                sources.join(", "),
+                names.join(", ")
+            ),
+        };
+        let insert = format!(
+            "INSERT INTO everbus.log ({}) SELECT {} {from} {looked_up}",
+            columns.join(", "),
+            values.join(", "),
+        );
+        match self.alone {
+            true => format!("{insert} RETURNING received_at, ARRAY[seq]"),
+            false => format!(
+                "WITH stored AS ({insert} RETURNING received_at, seq)
+                 SELECT max(received_at), array_agg(seq) FROM stored"
+            ),
+        }
+    }
+}
+
+/// The begin of the condition that no event has an id.
+const UNSEEN: &str = "NOT EXISTS (SELECT 1 FROM everbus.log k WHERE";
 
 /// Inserts the events whose ids are free, each with its time of receipt, and returns them. An event whose id is taken
 /// is left out before it takes a number; only an id that another transaction takes at the same moment leaves a gap.

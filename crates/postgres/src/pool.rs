@@ -176,12 +176,13 @@ const SETTINGS: &str = "SET plan_cache_mode = force_custom_plan; SET jit = off;
 pub(crate) enum Plans {
     /// Each execution is planned, with its values and the current sizes of the tables.
     Custom,
-    /// A statement is planned once. For the frequent statements, whose best plan does not depend on table sizes.
+    /// A statement is planned once. For the frequent statements, which find every row through an index, however small
+    /// the tables are when the plan is made.
     Kept,
 }
 
-const MAKE_PLANS: &str = "SET plan_cache_mode = force_custom_plan";
-const KEEP_PLANS: &str = "SET plan_cache_mode = force_generic_plan";
+const MAKE_PLANS: &str = "SET plan_cache_mode = force_custom_plan; RESET enable_seqscan";
+const KEEP_PLANS: &str = "SET plan_cache_mode = force_generic_plan; SET enable_seqscan = off";
 
 impl Kept {
     /// Sets how the session plans statements. Call it outside of transactions: a rollback would undo the setting.

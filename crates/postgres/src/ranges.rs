@@ -47,6 +47,11 @@ impl Ranges {
         self.0.len()
     }
 
+    /// How many positions there are.
+    pub(crate) fn count(&self) -> u64 {
+        self.0.iter().map(|(first, last)| last - first + 1).sum()
+    }
+
     pub(crate) fn contains(&self, position: u64) -> bool {
         let at = self.0.partition_point(|(_, last)| *last < position);
         self.0.get(at).is_some_and(|(first, _)| *first <= position)
@@ -118,6 +123,7 @@ mod tests {
         assert_eq!(ranges.gaps(10, 20), [(12, 13), (17, 17)]);
         assert!(ranges.add(13) && !ranges.add(13) && ranges.add(17));
         assert_eq!(ranges.to_string(), "{[10,12),[13,21)}");
+        assert_eq!(ranges.count(), 10);
         assert!(ranges.contains(20) && !ranges.contains(12) && !ranges.contains(21));
         assert!(ranges.add(12));
         assert_eq!(

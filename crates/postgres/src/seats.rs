@@ -1,6 +1,8 @@
 //! The consumers of this engine, and what they hold.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -20,13 +22,40 @@ struct Inner {
     next: u64,
     seats: HashMap<u64, Seat>,
     /// Events that were handed out and not settled: the consumer that holds each, and the end of its lease.
-    held: HashMap<Key, (u64, i64)>,
+    held: HashMap<Key, (u64, i64), BuildHasherDefault<Mixed>>,
+    /// How many of them each claim has, by token.
+    claims: HashMap<i64, usize, BuildHasherDefault<Mixed>>,
     /// While this is set, only the named suspect may be handed out.
     isolating: Option<(i64, u64)>,
 }
 
 /// Group, token and position of a lease.
 type Key = (i64, i64, u64);
+
+/// Hashes tokens and keys, which happens several times for each event. Tokens are random, so nobody can choose keys
+/// that collide.
+#[derive(Default)]
+struct Mixed(u64);
+
+impl Hasher for Mixed {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes
+            .iter()
+            .for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, number: u64) {
+        self.0 = (self.0.rotate_left(26) ^ number).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn write_i64(&mut self, number: i64) {
+        self.write_u64(number.cast_unsigned());
+    }
+}
 
 struct Seat {
     group: i64,
@@ -55,6 +84,12 @@ impl Inner {
             self.isolating = None;
         }
         let (seat, _) = self.held.remove(&key)?;
+        if let Entry::Occupied(mut left) = self.claims.entry(key.1) {
+            *left.get_mut() -= 1;
+            if *left.get() == 0 {
+                left.remove();
+            }
+        }
         let seat = self.seats.get_mut(&seat)?;
         seat.held = seat.held.saturating_sub(1);
         seat.settled += 1;
@@ -158,7 +193,10 @@ impl Seats {
     pub(crate) fn took(&self, id: u64, deliveries: &[Delivery], until: i64) {
         let mut inner = self.0.lock();
         for delivery in deliveries {
-            inner.held.insert(key_of(&delivery.lease), (id, until));
+            let key = key_of(&delivery.lease);
+            if inner.held.insert(key, (id, until)).is_none() {
+                *inner.claims.entry(key.1).or_default() += 1;
+            }
         }
         if let Some(seat) = inner.seats.get_mut(&id) {
             if seat.held == 0 && seat.settled == 0 && !deliveries.is_empty() {
@@ -205,6 +243,11 @@ impl Seats {
                 }
             }
         }
+    }
+
+    /// How many events of a claim are held.
+    pub(crate) fn held_of(&self, token: i64) -> usize {
+        self.0.lock().claims.get(&token).copied().unwrap_or(0)
     }
 
     /// How many events this engine has in flight.

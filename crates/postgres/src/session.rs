@@ -31,6 +31,8 @@ pub(crate) struct Bell {
     pub(crate) settled: Notify,
     /// How often tasks of this engine were woken.
     rings: AtomicU64,
+    /// No other engine listens. A notification costs the server a transaction, and it is only a hint, so none is sent.
+    alone: AtomicBool,
     /// Other engines have not been notified yet.
     pending: AtomicBool,
     /// Wakes the session.
@@ -41,7 +43,7 @@ impl Bell {
     /// Wakes the tasks of this engine, and lets the session notify the other engines.
     pub(crate) fn ring(&self) {
         self.ring_here();
-        if !self.pending.swap(true, Ordering::AcqRel) {
+        if !self.alone.load(Ordering::Acquire) && !self.pending.swap(true, Ordering::AcqRel) {
             self.session.notify_one();
         }
     }
@@ -192,6 +194,8 @@ async fn run(
             tokio::time::sleep(poll.min(Duration::from_millis(100))).await;
             continue;
         }
+        // Until this session has counted the listeners.
+        strong.bell.alone.store(false, Ordering::Release);
         let began = Instant::now();
         let ended = match begin(&strong, &owner).await {
             Ok((conn, notifications, registered)) => {
@@ -304,8 +308,6 @@ async fn serve(
         .await?;
     let own: i32 = get(&own, 0)?;
     let wake = wake(&channel);
-    // A notification costs the server a transaction, and it is only a hint: an engine that is alone sends none.
-    let mut others_listen = true;
     let mut poll = tokio::time::interval(poll.max(Duration::from_millis(1)));
     poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut again = tokio::time::interval(LONGEST_PAUSE);
@@ -317,7 +319,7 @@ async fn serve(
                 registered = register(&strong, conn, known).await?;
             }
             () = bell.session.notified() => {
-                if bell.pending.swap(false, Ordering::AcqRel) && others_listen {
+                if bell.pending.swap(false, Ordering::AcqRel) {
                     conn.batch("waking others", &wake).await?;
                 }
             }
@@ -331,7 +333,7 @@ async fn serve(
                     others |= from != own;
                 }
                 if others {
-                    others_listen = true;
+                    bell.alone.store(false, Ordering::Release);
                     bell.ring_here();
                 }
             }
@@ -361,7 +363,7 @@ async fn serve(
                 }
                 // A dead connection is noticed, and waiting consumers look again.
                 let row = conn.one("keeping the session", OTHERS, &[]).await?;
-                others_listen = get(&row, 0)?;
+                bell.alone.store(!get::<bool>(&row, 0)?, Ordering::Release);
                 bell.ring_here();
             }
         }
