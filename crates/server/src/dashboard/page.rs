@@ -124,12 +124,14 @@ fn side(current: Place, caller: &Caller, dead_letters: u64) -> Markup {
     html! {
         nav.side aria-label="Pages" {
             a.brand href="/" { (icons::brand()) "everbus" }
-            @for place in Place::ALL {
-                a.nav href=(place.path()) data-key=(place.key()) aria-current=[(place == current).then_some("page")] {
-                    (place.icon())
-                    span { (place.name()) }
-                    @if place == Place::DeadLetters {
-                        span.count #dead-count hidden[dead_letters == 0] { (dead_letters) }
+            div.pages {
+                @for place in Place::ALL {
+                    a.nav href=(place.path()) data-key=(place.key()) aria-current=[(place == current).then_some("page")] {
+                        (place.icon())
+                        span { (place.name()) }
+                        @if place == Place::DeadLetters {
+                            span.count #dead-count hidden[dead_letters == 0] { (dead_letters) }
+                        }
                     }
                 }
             }
@@ -154,7 +156,7 @@ fn side(current: Place, caller: &Caller, dead_letters: u64) -> Markup {
                         button.plain #sign-out type="button" { "Sign out" }
                     }
                 } @else {
-                    div { "Open on this machine" }
+                    div.wide-only { "Open on this machine" }
                 }
             }
         }

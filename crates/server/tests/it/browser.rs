@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use everbus::{AuditQuery, Event, HandlerError, HandlerResult, Message};
 use everbus_jobs::events::{ErrorCategory, TaskState};
 use everbus_jobs::{JobState, Jobs, NewJob, Task, TaskError, Worker};
+use everbus_server::Scope;
+use everbus_server::auth::{TokenRequest, Tokens};
 use serde_json::json;
 
 use crate::served::Served;
@@ -262,6 +264,54 @@ async fn every_page_loads_without_an_error() {
             }
         }
     }
+    drop(browser);
+    server.stop().await;
+}
+
+// conformance: operations/dashboard-phone: on a phone the theme is changed, the keyboard help opened, and the person signed out
+// needs: chromium
+#[tokio::test(flavor = "multi_thread")]
+async fn on_a_phone_the_theme_the_help_and_sign_out_are_within_reach() {
+    let Some(browser) = Browser::start().await else {
+        return;
+    };
+    let server = Served::start().await;
+    let token = TokenRequest {
+        name: "the night shift of operations".to_owned(),
+        scopes: vec![Scope::Read, Scope::Operate],
+        tenant: Some("north".to_owned()),
+        expires_at: None,
+    };
+    let token = Tokens::new(&server.bus).create(token).await.unwrap().token;
+    browser.resize(390, 844).await;
+    browser.open(&url(&server, "/login")).await;
+    browser
+        .eval("localStorage.setItem('theme', 'light') ?? true")
+        .await;
+    browser.fill("#token", &token).await;
+    browser.click("#login button").await;
+    browser
+        .wait_for("document.querySelector('#live-text')?.textContent === 'live'")
+        .await;
+    let over = "document.documentElement.scrollWidth - document.documentElement.clientWidth";
+    assert_eq!(browser.eval(over).await, 0);
+    for theme in ["light", "dark"] {
+        let shown = browser.eval("document.documentElement.dataset.theme").await;
+        assert_eq!(shown, theme);
+        browser
+            .screenshot(&format!("signed-in-phone-{theme}"))
+            .await;
+        // A click fails if the button is hidden or covered.
+        browser.click("#theme").await;
+    }
+    browser.click("#keys-button").await;
+    browser
+        .wait_for("document.querySelector('#keys').open")
+        .await;
+    browser.click("#keys button").await;
+    browser.click("#sign-out").await;
+    browser.wait_for("location.pathname === '/login'").await;
+    browser.no_errors().await;
     drop(browser);
     server.stop().await;
 }

@@ -7,7 +7,7 @@ use futures_util::{SinkExt as _, StreamExt as _};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
 use tokio_tungstenite::tungstenite::{Error, Message};
 use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async};
@@ -302,6 +302,42 @@ async fn a_client_that_does_not_read_is_disconnected() {
         }
     }
     assert_eq!(last["status"], "slow", "{last}");
+    server.stop().await;
+}
+
+// conformance: operations/server-websocket-coalesced: events that are stored one after another within 20 ms come in one message
+#[tokio::test(flavor = "multi_thread")]
+async fn events_stored_within_20_ms_come_in_one_message() {
+    let server = Served::start().await;
+    let mut client = Client::connect(&server).await;
+    client.subscribe(json!({ "id": "s" })).await;
+    let total = 300;
+    let bus = server.bus.clone();
+    let began = Instant::now();
+    // Each event is durable before the next one is published, so the server reads them one at a time.
+    let publisher = tokio::spawn(async move {
+        for n in 0..total {
+            let event = Event::builder("a.b").json(&json!({ "n": n }));
+            bus.publish(event.build().unwrap()).await.unwrap();
+        }
+    });
+    let (mut seen, mut messages) = (Vec::new(), 0);
+    while (seen.len() as u64) < total {
+        let message = client.message().await;
+        assert_eq!(message["type"], "data", "{message}");
+        let events = message["events"].as_array().unwrap();
+        seen.extend(events.iter().map(|e| e["payload"]["n"].as_u64().unwrap()));
+        messages += 1;
+    }
+    publisher.await.unwrap();
+    assert_eq!(seen, (0..total).collect::<Vec<_>>());
+    // A slow machine takes longer and may send more often. An event that comes while a message is written may have a
+    // message of its own, hence the factor.
+    let sends = began.elapsed().as_millis() / 20 + 2;
+    assert!(
+        messages <= 2 * sends,
+        "{messages} messages in the time for {sends}"
+    );
     server.stop().await;
 }
 
