@@ -61,7 +61,7 @@ pub(crate) struct Board {
     next_slot: u32,
     turns: u64,
     /// Events that may be handed out, by slot.
-    ready: HashMap<u32, Ready>,
+    ready: BTreeMap<u32, Ready>,
     due: BTreeSet<(Instant, RowId)>,
     leases: BTreeSet<(Instant, RowId)>,
     /// Events that no consumer here has a handler for, and since when.
@@ -70,7 +70,7 @@ pub(crate) struct Board {
     dangers: BTreeSet<RowId>,
     /// In an ordered group: the unfinished events of each key.
     keys: HashMap<(u32, Arc<str>), BTreeSet<u64>>,
-    seats: HashMap<u64, Seat>,
+    seats: BTreeMap<u64, Seat>,
     held: usize,
     held_suspects: usize,
     held_alone: usize,
@@ -234,13 +234,13 @@ impl Board {
             parts: BTreeMap::new(),
             next_slot: 1,
             turns: 0,
-            ready: HashMap::new(),
+            ready: BTreeMap::new(),
             due: BTreeSet::new(),
             leases: BTreeSet::new(),
             aside: BTreeMap::new(),
             dangers: BTreeSet::new(),
             keys: HashMap::new(),
-            seats: HashMap::new(),
+            seats: BTreeMap::new(),
             held: 0,
             held_suspects: 0,
             held_alone: 0,

@@ -349,12 +349,12 @@ impl Link {
         let _ = tokio::time::timeout(self.timeout, quiet).await;
     }
 
-    /// The cluster's defaults for new topics.
-    pub(crate) async fn defaults(&self) -> Defaults {
+    /// The cluster's defaults for new topics. Asks for them once.
+    pub(crate) async fn defaults(&self) -> Result<Defaults> {
         let asked = self
             .defaults
-            .get_or_init(|| topics::defaults(self, self.broker));
-        *asked.await
+            .get_or_try_init(|| topics::defaults(self, self.broker));
+        asked.await.copied()
     }
 
     pub(crate) fn admin(&self) -> &AdminClient<Plain> {

@@ -1,5 +1,6 @@
 //! The consumer: it claims events of its group's member, and hands them out once their attempts are durable.
 
+use std::collections::BTreeMap;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,8 +17,12 @@ use crate::member::Member;
 /// Consumers look again after this long at the latest, for events that were set aside for too long.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// After a full batch of at least this size, the next batch is claimed at once.
+/// Events are claimed ahead for a consumer that asks for at least this many.
 const LARGE: usize = 64;
+
+/// How many batches are claimed ahead at most. A claim waits for the commit that is under way and then for its own, so
+/// with one batch ahead a consumer would get one batch for two commits.
+const AHEAD: usize = 4;
 
 pub(crate) struct KafkaConsumer {
     shared: Arc<Shared>,
@@ -59,29 +64,29 @@ impl KafkaConsumer {
         }
     }
 
-    /// Waits until the attempts of the claimed events are durable, and hands them out.
+    /// Hands out the first claimed events, once their attempts are durable.
     async fn hand_out(&mut self, max: usize) -> Result<Vec<Delivery>> {
-        let mut slots: Vec<(u32, u64)> = self
-            .claimed
-            .iter()
-            .map(|(id, _, version)| (id.0, *version))
-            .collect();
-        slots.sort_unstable();
-        slots.dedup_by_key(|(slot, _)| *slot);
-        for (slot, _) in slots {
-            let versions = self.claimed.iter().filter(|(id, ..)| id.0 == slot);
-            let version = versions.map(|(_, _, version)| *version).max().unwrap_or(0);
-            let timeout = self.shared.link.timeout;
-            // If the partition was revoked meanwhile, its events are not delivered below.
-            self.member
-                .durable(slot, version, timeout)
-                .await
-                .map_err(|error| {
-                    error.with_message("the attempts could not be recorded in time")
-                })?;
+        let first = self.claimed.len().min(max.max(1));
+        let mut count = self.member.board.lock().stored(&self.claimed[..first]);
+        if count == 0 {
+            let mut versions: BTreeMap<u32, u64> = BTreeMap::new();
+            for (id, _, version) in &self.claimed[..first] {
+                let last = versions.entry(id.0).or_default();
+                *last = (*last).max(*version);
+            }
+            for (slot, version) in versions {
+                let timeout = self.shared.link.timeout;
+                // If the partition was revoked meanwhile, its events are not delivered below.
+                self.member
+                    .durable(slot, version, timeout)
+                    .await
+                    .map_err(|error| {
+                        error.with_message("the attempts could not be recorded in time")
+                    })?;
+            }
+            count = first;
         }
         let (now, wall) = (Instant::now(), self.shared.options.clock.now());
-        let count = self.claimed.len().min(max.max(1));
         let mut deliveries = Vec::with_capacity(count);
         let mut board = self.member.board.lock();
         for (id, token, _) in self.claimed.drain(..count) {
@@ -91,11 +96,13 @@ impl KafkaConsumer {
                     .push(Delivery::new(held.record, lease).after(held.attempt, held.failures));
             }
         }
-        // A consumer that takes large batches asks again soon. The attempts of its next batch become durable while it
+        // A consumer that takes large batches asks again soon. The attempts of its next batches become durable while it
         // works on this one.
-        if self.claimed.is_empty() && count >= LARGE && count >= max {
+        if max >= LARGE && (count == max || !self.claimed.is_empty()) {
             let (number, step) = (|| self.shared.number(), self.member.step());
-            let claimed = board.claim_ahead(self.seat, max, now, step, number);
+            let rest = std::mem::take(&mut self.claimed);
+            let more = (AHEAD * max).saturating_sub(rest.len());
+            let claimed = board.claim_ahead(self.seat, rest, more, now, step, number);
             drop(board);
             if claimed {
                 self.member.kick();

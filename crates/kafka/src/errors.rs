@@ -10,7 +10,7 @@ pub(crate) const OLDEST: &str =
 /// The kind of an error of the client, if it has one.
 pub(crate) fn kind(error: &KafkaError) -> Option<Kind> {
     match error {
-        KafkaError::MessageConsumptionFatal(kind) => Some(*kind),
+        KafkaError::MessageConsumptionFatal(kind) | KafkaError::AdminOp(kind) => Some(*kind),
         error => error.rdkafka_error_code(),
     }
 }

@@ -276,7 +276,7 @@ pub(crate) fn read_partition(
                 }
                 reached = message.offset() + 1;
                 silent = None;
-                let read = wire::read(topic, &message);
+                let read = wire::read(topic, &message, None);
                 if wanted(read.record.event.event_type()) {
                     found.push(Arc::new(read.record));
                 }

@@ -240,9 +240,9 @@ impl Member {
         self.wake.1.notify_one();
     }
 
-    /// How long the last commit took.
+    /// How long it takes until a change is durable: it waits for the commit that is under way, and then for its own.
     pub(crate) fn step(&self) -> Duration {
-        Duration::from_micros(self.step.load(Ordering::Relaxed))
+        2 * Duration::from_micros(self.step.load(Ordering::Relaxed))
     }
 
     /// Takes the error that was not returned to a consumer yet.
@@ -454,7 +454,7 @@ impl Member {
 
     /// Takes the records that have arrived.
     fn take(&self, consumer: &BaseConsumer<Context>, wait: Duration) {
-        let mut reads = Vec::new();
+        let mut reads: Vec<Fetched> = Vec::new();
         let mut wait = wait;
         // Most records come from the same partition as the one before.
         let mut last: Option<Origin> = None;
@@ -476,7 +476,9 @@ impl Member {
                     let Some(origin) = &last else {
                         continue;
                     };
-                    let read = wire::read(&origin.topic, &message);
+                    let before = reads.last();
+                    let before = before.map(|last| last.read.record.event.type_arc());
+                    let read = wire::read(&origin.topic, &message, before);
                     reads.push(Fetched {
                         slot: origin.slot,
                         topic: origin.topic.clone(),

@@ -265,7 +265,7 @@ impl Shared {
             ));
         }
         topic.max_age = wanted.max_age;
-        if let Some(config) = configuration(link, &name).await {
+        if let Some(config) = configuration(link, &name).await? {
             check(&name, &config, &wanted, self.options.allow_shorter_age)?;
             grade(&mut topic, &config, described.copies);
         }
@@ -393,7 +393,7 @@ pub(crate) async fn create(
     config: &[(&str, &str)],
 ) -> Result<()> {
     let partitions = i32::try_from(partitions).unwrap_or(i32::MAX);
-    let in_sync = settings::in_sync(copies, link.defaults().await);
+    let in_sync = settings::in_sync(copies, link.defaults().await?);
     // -1: the default of the server.
     let copies = copies.map_or(-1, |copies| i32::try_from(copies).unwrap_or(i32::MAX));
     let mut topic = NewTopic::new(name, partitions, TopicReplication::Fixed(copies));

@@ -12,6 +12,7 @@
 //! | `traceparent`, `tracestate` | the trace, for services without Everbus |
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use everbus_core::{
@@ -129,8 +130,13 @@ struct Found<'a> {
     attributes: Option<&'a str>,
 }
 
-/// Reads a record. It never fails: a record that is not of the dialect becomes an event with the raw bytes.
-pub(crate) fn read(topic: &Topic, message: &BorrowedMessage<'_>) -> Read {
+/// Reads a record. It never fails: a record that is not of the dialect becomes an event with the raw bytes. `before` is
+/// the type of the record before, whose text is shared if this one has the same type.
+pub(crate) fn read(
+    topic: &Topic,
+    message: &BorrowedMessage<'_>,
+    before: Option<&Arc<str>>,
+) -> Read {
     // The client panics at a header whose name is not UTF-8; such a record is of another program.
     let found = catch_unwind(AssertUnwindSafe(|| found(message))).unwrap_or_default();
     let place = u64::try_from(message.offset()).unwrap_or(0) + 1;
@@ -140,9 +146,10 @@ pub(crate) fn read(topic: &Topic, message: &BorrowedMessage<'_>) -> Read {
         topic,
         position: Position::new(topic.shard(partition), place),
         time: Timestamp::from_micros(time.max(0).saturating_mul(1000)),
+        before,
     };
     let payload = Bytes::copy_from_slice(message.payload().unwrap_or_default());
-    around.read(found, &payload)
+    around.read(found, payload)
 }
 
 fn found<'a>(message: &'a BorrowedMessage<'_>) -> Found<'a> {
@@ -173,22 +180,25 @@ struct Around<'a> {
     topic: &'a Topic,
     position: Position,
     time: Timestamp,
+    /// The type of the record before.
+    before: Option<&'a Arc<str>>,
 }
 
 impl Around<'_> {
-    fn read(&self, found: Found<'_>, payload: &Bytes) -> Read {
-        match self.own(&found, payload) {
+    fn read(&self, found: Found<'_>, payload: Bytes) -> Read {
+        let mut payload = payload;
+        match self.own(&found, &mut payload) {
             Some(record) => Read {
                 record,
                 foreign: None,
                 untyped: false,
             },
-            None => self.of_others(found.event_type, payload),
+            None => self.of_others(found.event_type, &payload),
         }
     }
 
-    /// A record that Everbus wrote.
-    fn own(&self, found: &Found<'_>, payload: &Bytes) -> Option<Recorded> {
+    /// A record that Everbus wrote. It takes the payload; if there is no such record, the payload stays.
+    fn own(&self, found: &Found<'_>, payload: &mut Bytes) -> Option<Recorded> {
         let (version, occurred_at, received_at) = found.mark?;
         let id = found.id?.parse::<EventId>().ok()?;
         let event_type = found.event_type?;
@@ -197,7 +207,8 @@ impl Around<'_> {
             Some(json) => Some(Box::new(serde_json::from_str::<Attributes>(json).ok()?)),
         };
         let body = match self.topic.dialect {
-            Dialect::Native => payload.clone(),
+            // A copy of the handle would allocate memory.
+            Dialect::Native => std::mem::take(payload),
             dialect => {
                 let beside = self.beside(event_type);
                 decode_beside(payload, dialect, &beside)
@@ -206,9 +217,10 @@ impl Around<'_> {
                     .clone()
             }
         };
+        let before = self.before.filter(|before| ***before == *event_type);
         let event = Event::from_stored(
             id,
-            event_type.into(),
+            before.map_or_else(|| event_type.into(), Arc::clone),
             version,
             occurred_at,
             body,
@@ -297,6 +309,7 @@ mod tests {
             topic,
             position: Position::new(topic.shard(0), 7),
             time: Timestamp::from_micros(5000),
+            before: None,
         }
     }
 
@@ -319,7 +332,7 @@ mod tests {
             };
             assert_eq!(written.key.as_deref(), Some("key"));
             let topic = Topic::for_tests("orders", *dialect);
-            let back = around(&topic).read(found(&written), &written.payload);
+            let back = around(&topic).read(found(&written), written.payload.clone());
             assert_eq!(back.record.event, event, "{dialect}");
             assert_eq!((back.record.received_at, back.foreign), (now, None));
         }
@@ -345,17 +358,17 @@ mod tests {
             br#"{"type":"message.received","payload":{"a":1},"id":"x-1","timestamp":"2026-01-01T00:00:00Z","source":"s"}"#,
         );
         let topic = Topic::for_tests("message", Dialect::Omni);
-        let read = around(&topic).read(Found::default(), &document);
+        let read = around(&topic).read(Found::default(), document);
         assert_eq!(read.foreign, None);
         assert_eq!(read.record.event.event_type(), "message.received");
         assert_eq!(&read.record.event.payload()[..], br#"{"a":1}"#);
         let garbage = Bytes::from_static(b"\xff\x00 no document");
         for dialect in [Dialect::Omni, Dialect::Native, Dialect::CloudEvents] {
             let topic = Topic::for_tests("message", dialect);
-            let read = around(&topic).read(Found::default(), &garbage);
+            let read = around(&topic).read(Found::default(), garbage.clone());
             assert!(read.foreign.unwrap().contains("message"));
             assert_eq!(read.record.event.payload(), &garbage);
-            let again = around(&topic).read(Found::default(), &garbage);
+            let again = around(&topic).read(Found::default(), garbage.clone());
             assert_eq!(
                 read.record.event.id(),
                 again.record.event.id(),

@@ -26,22 +26,32 @@ impl Board {
         versions.collect()
     }
 
-    /// Claims events that the consumer will ask for soon. Returns whether there are any. They are given back if it
-    /// does not ask for half a lease.
+    /// Claims up to `max` events that the consumer will ask for soon, and keeps them behind `rest`, which it has claimed
+    /// before. Returns whether there are new ones. All of them are given back if it does not ask for half a lease.
     pub(crate) fn claim_ahead(
         &mut self,
         seat: u64,
+        rest: Vec<Claimed>,
         max: usize,
         now: Instant,
         step: Duration,
         token: impl Fn() -> u64,
     ) -> bool {
-        let claimed = self.claim(seat, max, now, step, token);
-        let any = !claimed.is_empty();
-        if let Some(seat) = self.seats.get_mut(&seat).filter(|_| any) {
-            seat.keep_ahead(claimed, now);
+        let new = self.claim(seat, max, now, step, token);
+        let any = !new.is_empty();
+        let mut ahead = rest;
+        ahead.extend(new);
+        match self.seats.get_mut(&seat) {
+            Some(seat) => seat.keep_ahead(ahead, now),
+            None => self.give_back(&ahead),
         }
         any
+    }
+
+    /// How many of the first claimed events may be handed out: their attempts are durable, or their partition is gone.
+    pub(crate) fn stored(&self, claimed: &[Claimed]) -> usize {
+        let stored = |(id, _, version): &&Claimed| self.is_committed(id.0, *version) != Some(false);
+        claimed.iter().take_while(stored).count()
     }
 
     /// Takes the events that were claimed ahead.
@@ -217,22 +227,24 @@ impl Board {
         now: Instant,
         wall: Timestamp,
     ) -> Option<Held> {
-        let row = self.row(id)?;
+        let part = self.parts.get_mut(&id.0)?;
+        let topic = part.topic.clone();
+        let row = part.rows.get_mut(&id.1)?;
         let State::Held {
             seat,
-            until: None,
+            until: until @ None,
             token: known,
-        } = row.state
+        } = &mut row.state
         else {
             return None;
         };
-        if known != token {
+        if *known != token {
             return None;
         }
-        let lease = self.lease(seat);
-        self.hand_over(id, lease, now);
-        let topic = self.parts.get(&id.0)?.topic.clone();
-        let row = self.row(id)?;
+        let lease = self.seats.get(seat).map_or(Duration::ZERO, |s| s.lease);
+        let end = later(now, lease);
+        *until = Some(end);
+        self.leases.insert((end, id));
         Some(row.held(topic, wall))
     }
 

@@ -110,13 +110,6 @@ impl Board {
         }
     }
 
-    /// The length of a consumer's leases.
-    pub(crate) fn lease(&self, seat: u64) -> Duration {
-        self.seats
-            .get(&seat)
-            .map_or(Duration::ZERO, |seat| seat.lease)
-    }
-
     /// Makes events that were set aside ready again.
     fn handlers_changed(&mut self) {
         for (id, _) in std::mem::take(&mut self.aside) {

@@ -609,7 +609,7 @@ fn what_was_claimed_ahead_and_is_not_asked_for_comes_again() {
         table.arrive(place, "k", true);
     }
     let now = table.now;
-    assert!(table.board.claim_ahead(SEAT, 2, now, STEP, || 7));
+    assert!(table.board.claim_ahead(SEAT, vec![], 2, now, STEP, || 7));
     assert_eq!(places(&table.take(10)), [3], "the others are claimed");
     table.now += Duration::from_millis(2400);
     assert!(table.take(10).is_empty());
@@ -624,7 +624,8 @@ fn what_was_claimed_ahead_and_is_not_asked_for_comes_again() {
         table.done(place, token);
     }
     table.arrive(4, "k", true);
-    assert!(table.board.claim_ahead(SEAT, 2, table.now, STEP, || 8));
+    let now = table.now;
+    assert!(table.board.claim_ahead(SEAT, vec![], 2, now, STEP, || 8));
     let ahead = table.board.take_ahead(SEAT);
     assert_eq!(ahead.len(), 1);
     table.now += Duration::from_secs(60);
@@ -633,6 +634,34 @@ fn what_was_claimed_ahead_and_is_not_asked_for_comes_again() {
         [3],
         "what the consumer has asked for is not given back, and the lease of 3 has ended"
     );
+}
+
+#[test]
+fn claims_ahead_are_handed_out_in_order_once_they_are_durable() {
+    let mut table = Table::new(false, None);
+    for place in 1..=6 {
+        table.arrive(place, "k", true);
+    }
+    let (now, slot) = (table.now, table.slot);
+    let mut rest = table.board.claim(SEAT, 3, now, STEP, || 7);
+    let version = table.board.version(slot);
+    rest.remove(0);
+    assert!(table.board.claim_ahead(SEAT, rest, 2, now, STEP, || 8));
+    let ahead = table.board.take_ahead(SEAT);
+    let places: Vec<u64> = ahead.iter().map(|(id, ..)| id.1).collect();
+    assert_eq!(places, [2, 3, 4, 5], "the earlier claim comes first");
+    assert_eq!(table.board.stored(&ahead), 0);
+    table.board.committed(slot, version);
+    assert_eq!(
+        table.board.stored(&ahead),
+        2,
+        "the later claim is not committed"
+    );
+    assert!(!table.board.claim_ahead(SEAT, ahead, 0, now, STEP, || 9));
+    let ahead = table.board.take_ahead(SEAT);
+    assert_eq!(ahead.len(), 4, "none is forgotten");
+    table.board.close_shard(table.topic.shard(0));
+    assert_eq!(table.board.stored(&ahead), 4, "nothing is waited for");
 }
 
 // conformance: contract/kafka-room: what has begun and was given back is handed out also while no other event of its partition may begin

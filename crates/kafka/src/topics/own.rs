@@ -19,7 +19,7 @@ pub(crate) async fn declare_registry(
     options: &Options,
 ) -> Result<()> {
     if partitions_of(link, name).await?.is_some() {
-        return match configuration(link, name).await {
+        return match configuration(link, name).await? {
             Some(config) => check_own(name, &config, true),
             None => Ok(()),
         };
@@ -42,7 +42,7 @@ pub(crate) async fn check_dead(link: &Arc<Link>, name: &str) -> Result<()> {
     if partitions_of(link, name).await?.is_none() {
         return Ok(());
     }
-    match configuration(link, name).await {
+    match configuration(link, name).await? {
         Some(config) => check_own(name, &config, false),
         None => Ok(()),
     }
@@ -65,7 +65,7 @@ pub(crate) async fn declare_dead(
         return Ok(());
     }
     let link = &shared.link;
-    let events = configuration(link, of).await;
+    let events = configuration(link, of).await?;
     let events = events.map_or(DEFAULT_MAX_BYTES, |config| max_bytes(&config));
     // A dead letter is larger than its event.
     let wanted = (events + DEAD_ROOM).max(letter);
@@ -80,7 +80,7 @@ pub(crate) async fn declare_dead(
         ];
         create(link, name, 1, shared.options.copies, &config).await?;
         shared.appeared(name).await?;
-    } else if let Some(config) = configuration(link, name).await {
+    } else if let Some(config) = configuration(link, name).await? {
         check_own(name, &config, false)?;
         let has = max_bytes(&config);
         if has < wanted {

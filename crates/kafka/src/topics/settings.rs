@@ -1,26 +1,70 @@
 //! The settings of topics: which are refused, how durable they make a topic, and what Everbus sets.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use everbus_core::{Code, Durability, Error, Result, Weakness};
 use everbus_dialects::Dialect;
-use rdkafka::admin::{AdminOptions, AlterConfig, ConfigResource, ConfigSource, ResourceSpecifier};
+use rdkafka::admin::{
+    AdminOptions, AlterConfig, ConfigResource, ConfigResourceResult, ConfigSource,
+    ResourceSpecifier,
+};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode as Kind};
 
 use super::{DEFAULT_MAX_BYTES, Topic, Wanted, partitions_of};
 use crate::client::Link;
-use crate::errors::of_kind;
+use crate::errors::{is_passing, kind, of_kind};
 
-/// The settings of a topic; `None` if they cannot be read, for example without the permission.
-pub(super) async fn configuration(link: &Link, name: &str) -> Option<ConfigResource> {
-    let options = AdminOptions::new().request_timeout(Some(link.timeout));
-    let topic = ResourceSpecifier::Topic(name);
-    let answers = link
-        .admin()
-        .describe_configs([&topic], &options)
-        .await
-        .ok()?;
-    answers.into_iter().next()?.ok()
+/// How long the reader of settings waits before it asks again.
+const ASKS_AGAIN: Duration = Duration::from_millis(20);
+/// A request for settings gets this part of the time that an answer may take, so that there is time for another one.
+const SHARE: u32 = 3;
+
+/// The settings of a topic; `None` if the cluster does not tell them, for example without the permission.
+///
+/// Without them it is not known whether the topic keeps its events. So an answer that only takes too long is an error,
+/// and not `None`.
+pub(super) async fn configuration(link: &Link, name: &str) -> Result<Option<ConfigResource>> {
+    settings_of(link, ResourceSpecifier::Topic(name), name).await
+}
+
+async fn settings_of(
+    link: &Link,
+    of: ResourceSpecifier<'_>,
+    name: &str,
+) -> Result<Option<ConfigResource>> {
+    let options = AdminOptions::new().request_timeout(Some(link.timeout / SHARE));
+    let ask = || link.admin().describe_configs([&of], &options);
+    let read = read(link.timeout, ask).await;
+    read.map_err(|error| link.unanswered(&format!("{name}: the settings cannot be read"), &error))
+}
+
+/// Asks for settings, and asks again after an error that passes. A broker that has not heard of a new topic says that
+/// there is none.
+async fn read<F>(
+    timeout: Duration,
+    ask: impl Fn() -> F,
+) -> Result<Option<ConfigResource>, KafkaError>
+where
+    F: Future<Output = Result<Vec<ConfigResourceResult>, KafkaError>>,
+{
+    let begin = Instant::now();
+    loop {
+        let answer = ask().await.map(|answers| answers.into_iter().next());
+        let error = match answer {
+            Ok(Some(Ok(config))) => return Ok(Some(config)),
+            Ok(Some(Err(kind))) => KafkaError::AdminOp(kind),
+            Ok(None) => return Ok(None),
+            Err(error) => error,
+        };
+        let passes = is_passing(&error) || kind(&error) == Some(Kind::UnknownTopicOrPartition);
+        match error {
+            // The cluster has answered, and refuses.
+            KafkaError::AdminOp(_) if !passes => return Ok(None),
+            error if !passes || begin.elapsed() >= timeout => return Err(error),
+            _ => tokio::time::sleep(ASKS_AGAIN).await,
+        }
+    }
 }
 
 fn value<'a>(config: &'a ConfigResource, name: &str) -> Option<&'a str> {
@@ -129,22 +173,37 @@ pub(super) fn grade(topic: &mut Topic, config: &ConfigResource, copies: usize) {
     };
 }
 
-/// The settings of a topic that keep it from being more durable.
+/// The settings of a topic that keep it from being more durable. Settings that cannot be read count as one.
 pub(crate) async fn weaknesses(link: &Arc<Link>, name: &str) -> Vec<Weakness> {
-    let Ok(Some(described)) = partitions_of(link, name).await else {
-        return Vec::new();
+    let described = match partitions_of(link, name).await {
+        Ok(Some(described)) => described,
+        Ok(None) => return Vec::new(),
+        Err(error) => return vec![not_read(name, &error.to_string())],
     };
-    let Some(config) = configuration(link, name).await else {
-        return Vec::new();
-    };
-    let mut topic = Topic::new(
-        name.to_owned(),
-        name.to_owned(),
-        Dialect::Native,
-        described.partitions,
-    );
-    grade(&mut topic, &config, described.copies);
-    topic.weaknesses
+    match configuration(link, name).await {
+        Ok(Some(config)) => {
+            let mut topic = Topic::new(
+                name.to_owned(),
+                name.to_owned(),
+                Dialect::Native,
+                described.partitions,
+            );
+            grade(&mut topic, &config, described.copies);
+            topic.weaknesses
+        }
+        Ok(None) => vec![not_read(name, "the cluster does not tell them")],
+        Err(error) => vec![not_read(name, &error.to_string())],
+    }
+}
+
+/// The weakness of a topic whose settings are not known.
+pub(super) fn not_read(name: &str, why: &str) -> Weakness {
+    Weakness::new(
+        format!("settings of {name}"),
+        format!("could not be read: {why}"),
+        "so it is not known whether the topic keeps its events, and it counts as the weakest; the user needs the \
+         permission DescribeConfigs for it",
+    )
 }
 
 /// Refuses a topic of groups or dead letters that deletes its records.
@@ -219,20 +278,15 @@ pub(crate) struct Defaults {
     pub(crate) in_sync: Option<u32>,
 }
 
-/// Asks a broker for its defaults. Without an answer, or without the permission, they are not known.
-pub(crate) async fn defaults(link: &Link, broker: i32) -> Defaults {
-    let options = AdminOptions::new().request_timeout(Some(link.timeout));
-    let broker = ResourceSpecifier::Broker(broker);
-    let answers = link.admin().describe_configs([&broker], &options).await;
-    let answer = answers.ok().and_then(|answers| answers.into_iter().next());
-    let Some(Ok(config)) = answer else {
-        return Defaults::default();
-    };
-    let number = |name: &str| value(&config, name).and_then(|text| text.parse().ok());
-    Defaults {
+/// Asks a broker for its defaults. Without the permission they are not known.
+pub(crate) async fn defaults(link: &Link, broker: i32) -> Result<Defaults> {
+    let name = format!("broker {broker}");
+    let config = settings_of(link, ResourceSpecifier::Broker(broker), &name).await?;
+    let number = |name: &str| value(config.as_ref()?, name).and_then(|text| text.parse().ok());
+    Ok(Defaults {
         copies: number("default.replication.factor"),
         in_sync: number("min.insync.replicas"),
-    }
+    })
 }
 
 /// The `min.insync.replicas` to create a topic with, if the cluster would give it fewer: an event is acknowledged
@@ -244,7 +298,51 @@ pub(super) fn in_sync(copies: Option<u32>, defaults: Defaults) -> Option<&'stati
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
+    use rdkafka::admin::OwnedResourceSpecifier;
+
     use super::*;
+
+    /// Answers with each of these in turn, and repeats the last one.
+    async fn read_from(
+        timeout: Duration,
+        answers: &[Result<Option<Kind>, Kind>],
+    ) -> Result<Option<ConfigResource>, KafkaError> {
+        let asked = Cell::new(0);
+        let ask = || {
+            let answer = answers[asked.get().min(answers.len() - 1)];
+            asked.set(asked.get() + 1);
+            std::future::ready(match answer {
+                Err(kind) => Err(KafkaError::AdminOp(kind)),
+                Ok(Some(kind)) => Ok(vec![Err(kind)]),
+                Ok(None) => Ok(vec![Ok(ConfigResource {
+                    specifier: OwnedResourceSpecifier::Topic("order".to_owned()),
+                    entries: Vec::new(),
+                })]),
+            })
+        };
+        read(timeout, ask).await
+    }
+
+    // conformance: contract/kafka-settings-read: settings that come late are asked for again, and are an error at last; a topic is not graded without them
+    #[tokio::test]
+    async fn settings_that_come_late_are_asked_for_again() {
+        let long = Duration::from_secs(60);
+        let (late, new) = (Kind::OperationTimedOut, Kind::UnknownTopicOrPartition);
+        for answers in [
+            &[Err(late), Err(late), Ok(None)][..],
+            &[Ok(Some(new)), Ok(None)],
+        ] {
+            let read = read_from(long, answers).await;
+            assert!(read.unwrap().is_some(), "{answers:?}");
+        }
+        let refused = [Ok(Some(Kind::TopicAuthorizationFailed))];
+        assert!(read_from(long, &refused).await.unwrap().is_none());
+        for never in [Err(late), Ok(Some(new))] {
+            assert!(read_from(Duration::ZERO, &[never]).await.is_err());
+        }
+    }
 
     #[test]
     fn topics_with_copies_are_acknowledged_by_two_brokers() {
