@@ -170,7 +170,14 @@ async fn after_the_last_event_the_server_is_not_asked_again() {
         let append = engine.broker.append(vec![event(number)]);
         let fetched = async {
             if number % 2 == 0 {
-                let (fetched, appended) = tokio::join!(consumer.fetch(10), append);
+                let mut fetch = std::pin::pin!(consumer.fetch(10));
+                tokio::select! {
+                    biased;
+                    _ = &mut fetch => panic!("event {number} is not published yet"),
+                    // A look of the fetch would be over by now.
+                    groups = engine.broker.inspect() => drop(groups?),
+                }
+                let (fetched, appended) = tokio::join!(fetch, append);
                 appended.map(|_| fetched)
             } else {
                 append.await.map(|_| ())?;
