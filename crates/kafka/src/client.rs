@@ -84,8 +84,6 @@ pub(crate) struct Link {
     pub(crate) closing: Notify,
     running: AtomicUsize,
     idle: Notify,
-    /// The broker that answered first.
-    broker: i32,
     defaults: OnceCell<Defaults>,
 }
 
@@ -167,7 +165,7 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
     };
     let admin = AdminClient::from_config_and_context(&config, context.clone()).map_err(unusable)?;
     let producer = producer(&config, context, options.timeout).map_err(unusable)?;
-    let mut link = Link {
+    let link = Link {
         config,
         servers: address.servers.clone(),
         timeout: options.timeout,
@@ -178,7 +176,6 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
         closing: Notify::new(),
         running: AtomicUsize::new(0),
         idle: Notify::new(),
-        broker: 0,
         defaults: OnceCell::new(),
     };
     let producer = link.producer();
@@ -192,7 +189,7 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
                 .fetch_metadata(Some("everbus.asks"), slice)
             {
                 Ok(metadata) if !metadata.brokers().is_empty() => {
-                    return Ok(metadata.orig_broker_id());
+                    return Ok(());
                 }
                 Ok(_) => {}
                 Err(error) => {
@@ -205,10 +202,7 @@ pub(crate) async fn connect(address: &Address, options: &Options) -> Result<Link
         }
     });
     match reached.await? {
-        Ok(broker) => {
-            link.broker = broker;
-            Ok(link)
-        }
+        Ok(()) => Ok(link),
         Err(error) => Err(not_connected(&link, &error)),
     }
 }
@@ -299,12 +293,21 @@ pub(crate) async fn blocking<T: Send + 'static>(
 /// Repeats a blocking request while the cluster elects a leader.
 pub(crate) fn patiently<T>(
     timeout: Duration,
+    ask: impl FnMut() -> Result<T, KafkaError>,
+) -> Result<T, KafkaError> {
+    patiently_while(is_passing, timeout, ask)
+}
+
+/// Repeats a blocking request after errors that pass.
+pub(crate) fn patiently_while<T>(
+    passes: fn(&KafkaError) -> bool,
+    timeout: Duration,
     mut ask: impl FnMut() -> Result<T, KafkaError>,
 ) -> Result<T, KafkaError> {
     let begin = Instant::now();
     loop {
         match ask() {
-            Err(error) if is_passing(&error) && begin.elapsed() < timeout => {
+            Err(error) if passes(&error) && begin.elapsed() < timeout => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             answer => return answer,
@@ -351,9 +354,7 @@ impl Link {
 
     /// The cluster's defaults for new topics. Asks for them once.
     pub(crate) async fn defaults(&self) -> Result<Defaults> {
-        let asked = self
-            .defaults
-            .get_or_try_init(|| topics::defaults(self, self.broker));
+        let asked = self.defaults.get_or_try_init(|| topics::defaults(self));
         asked.await.copied()
     }
 

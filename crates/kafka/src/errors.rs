@@ -166,6 +166,12 @@ pub(crate) fn is_passing(error: &KafkaError) -> bool {
     )
 }
 
+/// Like [`is_passing`], for a question about a topic that exists: a broker that has not heard of it yet says that there
+/// is none.
+pub(crate) fn is_passing_for_new(error: &KafkaError) -> bool {
+    is_passing(error) || kind(error) == Some(Kind::UnknownTopicOrPartition)
+}
+
 /// Whether records that were fetched cannot be read.
 pub(crate) fn is_damage(error: &KafkaError) -> bool {
     matches!(

@@ -19,9 +19,9 @@ use rdkafka::error::RDKafkaErrorCode as Kind;
 use rdkafka::producer::Producer as _;
 
 use crate::broker::Shared;
-use crate::client::{Link, blocking, patiently};
+use crate::client::{Link, blocking, patiently_while};
 use crate::config::Topics;
-use crate::errors::of_kind;
+use crate::errors::{is_passing_for_new, of_kind};
 use crate::groups::{Key, Note, Types};
 use crate::names;
 
@@ -331,7 +331,7 @@ impl Shared {
                         .client()
                         .fetch_watermarks(&topic, partition, link.timeout)
                 };
-                patiently(link.timeout, ask).map(drop)
+                patiently_while(is_passing_for_new, link.timeout, ask).map(drop)
             })
         });
         let what = format!("the topic {name}");

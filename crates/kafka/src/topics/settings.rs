@@ -10,10 +10,12 @@ use rdkafka::admin::{
     ResourceSpecifier,
 };
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Kind};
+use rdkafka::metadata::MetadataBroker;
+use rdkafka::producer::Producer as _;
 
 use super::{DEFAULT_MAX_BYTES, Topic, Wanted, partitions_of};
-use crate::client::Link;
-use crate::errors::{is_passing, kind, of_kind};
+use crate::client::{Link, blocking};
+use crate::errors::{is_passing_for_new, of_kind};
 
 /// How long the reader of settings waits before it asks again.
 const ASKS_AGAIN: Duration = Duration::from_millis(20);
@@ -25,22 +27,14 @@ const SHARE: u32 = 3;
 /// Without them it is not known whether the topic keeps its events. So an answer that only takes too long is an error,
 /// and not `None`.
 pub(super) async fn configuration(link: &Link, name: &str) -> Result<Option<ConfigResource>> {
-    settings_of(link, ResourceSpecifier::Topic(name), name).await
-}
-
-async fn settings_of(
-    link: &Link,
-    of: ResourceSpecifier<'_>,
-    name: &str,
-) -> Result<Option<ConfigResource>> {
+    let of = ResourceSpecifier::Topic(name);
     let options = AdminOptions::new().request_timeout(Some(link.timeout / SHARE));
     let ask = || link.admin().describe_configs([&of], &options);
     let read = read(link.timeout, ask).await;
     read.map_err(|error| link.unanswered(&format!("{name}: the settings cannot be read"), &error))
 }
 
-/// Asks for settings, and asks again after an error that passes. A broker that has not heard of a new topic says that
-/// there is none.
+/// Asks for settings, and asks again after an error that passes.
 async fn read<F>(
     timeout: Duration,
     ask: impl Fn() -> F,
@@ -53,17 +47,18 @@ where
         let answer = ask().await.map(|answers| answers.into_iter().next());
         let error = match answer {
             Ok(Some(Ok(config))) => return Ok(Some(config)),
-            Ok(Some(Err(kind))) => KafkaError::AdminOp(kind),
+            Ok(Some(Err(kind))) => match KafkaError::AdminOp(kind) {
+                error if is_passing_for_new(&error) => error,
+                // The cluster has answered, and refuses.
+                _ => return Ok(None),
+            },
             Ok(None) => return Ok(None),
             Err(error) => error,
         };
-        let passes = is_passing(&error) || kind(&error) == Some(Kind::UnknownTopicOrPartition);
-        match error {
-            // The cluster has answered, and refuses.
-            KafkaError::AdminOp(_) if !passes => return Ok(None),
-            error if !passes || begin.elapsed() >= timeout => return Err(error),
-            _ => tokio::time::sleep(ASKS_AGAIN).await,
+        if !is_passing_for_new(&error) || begin.elapsed() >= timeout {
+            return Err(error);
         }
+        tokio::time::sleep(ASKS_AGAIN).await;
     }
 }
 
@@ -278,15 +273,39 @@ pub(crate) struct Defaults {
     pub(crate) in_sync: Option<u32>,
 }
 
-/// Asks a broker for its defaults. Without the permission they are not known.
-pub(crate) async fn defaults(link: &Link, broker: i32) -> Result<Defaults> {
-    let name = format!("broker {broker}");
-    let config = settings_of(link, ResourceSpecifier::Broker(broker), &name).await?;
-    let number = |name: &str| value(config.as_ref()?, name).and_then(|text| text.parse().ok());
-    Ok(Defaults {
-        copies: number("default.replication.factor"),
-        in_sync: number("min.insync.replicas"),
-    })
+/// Asks the brokers for their defaults, one after another until one answers. Without the permission they are not known.
+pub(crate) async fn defaults(link: &Link) -> Result<Defaults> {
+    let what = "the defaults of the cluster cannot be read";
+    let (producer, timeout) = (link.producer(), link.timeout);
+    // Not the broker that the client says has answered: its number is not known at first.
+    let brokers = blocking(move || {
+        let metadata = producer
+            .client()
+            .fetch_metadata(Some("everbus.asks"), timeout)?;
+        let brokers = metadata.brokers().iter();
+        Ok::<_, KafkaError>(brokers.map(MetadataBroker::id).collect::<Vec<i32>>())
+    });
+    let brokers = brokers
+        .await?
+        .map_err(|error| link.unanswered(what, &error))?;
+    let mut said = KafkaError::AdminOp(Kind::BrokerNotAvailable);
+    for broker in brokers {
+        let of = ResourceSpecifier::Broker(broker);
+        let options = AdminOptions::new().request_timeout(Some(timeout / SHARE));
+        let ask = || link.admin().describe_configs([&of], &options);
+        match read(Duration::ZERO, ask).await {
+            Ok(config) => {
+                let number =
+                    |name: &str| value(config.as_ref()?, name).and_then(|text| text.parse().ok());
+                return Ok(Defaults {
+                    copies: number("default.replication.factor"),
+                    in_sync: number("min.insync.replicas"),
+                });
+            }
+            Err(error) => said = error,
+        }
+    }
+    Err(link.unanswered(what, &said))
 }
 
 /// The `min.insync.replicas` to create a topic with, if the cluster would give it fewer: an event is acknowledged
@@ -339,6 +358,9 @@ mod tests {
         }
         let refused = [Ok(Some(Kind::TopicAuthorizationFailed))];
         assert!(read_from(long, &refused).await.unwrap().is_none());
+        // The client itself refuses the request: nothing was read.
+        let wrong = Err(Kind::InvalidArgument);
+        assert!(read_from(long, &[wrong]).await.is_err());
         for never in [Err(late), Ok(Some(new))] {
             assert!(read_from(Duration::ZERO, &[never]).await.is_err());
         }
