@@ -97,11 +97,13 @@ impl KafkaConsumer {
             }
         }
         // A consumer that takes large batches asks again soon. The attempts of its next batches become durable while it
-        // works on this one.
-        if max >= LARGE && (count == max || !self.claimed.is_empty()) {
+        // works on this one. The rest of a claim is kept with them, so that it is given back if nobody asks for it.
+        let is_large = max >= LARGE;
+        if !self.claimed.is_empty() || (is_large && count == max) {
             let (number, step) = (|| self.shared.number(), self.member.step());
             let rest = std::mem::take(&mut self.claimed);
-            let more = (AHEAD * max).saturating_sub(rest.len());
+            let wanted = if is_large { AHEAD * max } else { 0 };
+            let more = wanted.saturating_sub(rest.len());
             let claimed = board.claim_ahead(self.seat, rest, more, now, step, number);
             drop(board);
             if claimed {

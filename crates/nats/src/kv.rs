@@ -104,7 +104,10 @@ impl Shared {
         let put = self
             .link
             .publish_to_leader(&bucket.stream, &subject, headers, value);
-        let ack = put.await?;
+        let ack = put.await.inspect_err(|_| {
+            // The bucket may have been removed from the server: the next put looks for it.
+            self.buckets.lock().remove(&bucket.stream);
+        })?;
         match ack.error {
             None => Ok(Some(ack.seq)),
             Some(error)

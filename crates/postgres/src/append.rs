@@ -103,7 +103,7 @@ pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedRece
         };
         // Tasks that were answered together publish again together. Those that are ready to run come first, unless
         // nothing else is under way.
-        while running.load(Ordering::Relaxed) > 0 {
+        while running.load(Ordering::Relaxed) > 0 && !waiting.is_full() {
             let before = waiting.jobs.len();
             tokio::task::yield_now().await;
             waiting.fill(&mut queue);
@@ -116,13 +116,33 @@ pub(crate) async fn serve(engine: Weak<Postgres>, mut queue: mpsc::UnboundedRece
         };
         let share = (running.load(Ordering::Relaxed) + waiting.events).div_ceil(WRITERS);
         let (jobs, events) = waiting.take(share);
-        let running = running.clone();
-        running.fetch_add(events, Ordering::Relaxed);
+        let running = Running::begin(&running, events);
         tokio::spawn(async move {
             engine.append_jobs(jobs).await;
-            running.fetch_sub(events, Ordering::Relaxed);
-            drop(writer);
+            drop((running, writer));
         });
+    }
+}
+
+/// The events of a transaction that runs; they are subtracted when it is dropped.
+struct Running {
+    all: Arc<AtomicUsize>,
+    events: usize,
+}
+
+impl Running {
+    fn begin(all: &Arc<AtomicUsize>, events: usize) -> Self {
+        all.fetch_add(events, Ordering::Relaxed);
+        Self {
+            all: all.clone(),
+            events,
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.all.fetch_sub(self.events, Ordering::Relaxed);
     }
 }
 

@@ -96,6 +96,10 @@ impl Mailbox {
             .collect()
     }
 
+    fn len(&self) -> usize {
+        self.0.lock().len()
+    }
+
     fn take_leases(&self) -> Vec<Lease> {
         let events = std::mem::take(&mut *self.0.lock());
         events.into_iter().map(|(d, _)| d.lease).collect()
@@ -185,7 +189,8 @@ impl PgConsumer {
     /// Takes events from the mailbox. If they are many, and the last look left some behind, the next one begins.
     fn take(&mut self, max: usize) -> Vec<Delivery> {
         let batch = self.mailbox.take(max);
-        if batch.len() >= MANY && self.outlook.more {
+        // What is left is for the next fetch. So no more than three fetches wait here, and other processes get the rest.
+        if batch.len() >= MANY && self.outlook.more && self.mailbox.len() <= max {
             self.begin_look(max * AHEAD);
         }
         batch

@@ -69,9 +69,10 @@ pub(crate) async fn insert_new(
         return Ok(None);
     };
     let received_at = Timestamp::from_micros(received_at);
+    // `unnest` returns the elements in their order, and the rows get their numbers in the order of the events.
     let seqs: Vec<i64> = get(row, 1)?;
     if seqs.len() != events.len() || !seqs.is_sorted_by(|a, b| a < b) {
-        let what = "events were stored in another order";
+        let what = "an insert did not answer with one number for each event";
         return Err(Error::new(Code::Internal, what).with_unknown_outcome());
     }
     let inserted = events.iter().zip(seqs).map(|(event, seq)| {

@@ -333,8 +333,11 @@ async fn serve(
                     others |= from != own;
                 }
                 if others {
-                    bell.alone.store(false, Ordering::Release);
-                    bell.ring_here();
+                    // The other engine may have begun to listen after a publish here that was told to nobody.
+                    match bell.alone.swap(false, Ordering::AcqRel) {
+                        true => bell.ring(),
+                        false => bell.ring_here(),
+                    }
                 }
             }
             request = requests.recv() => {

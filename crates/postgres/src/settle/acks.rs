@@ -1,4 +1,5 @@
-//! The usual settlement: acks of first attempts without anything else, in one call of the function `everbus.ack`.
+//! The usual settlement: acks of first attempts without anything else, in one
+//! statement.
 
 use std::collections::{BTreeMap, HashSet};
 

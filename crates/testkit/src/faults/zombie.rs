@@ -43,8 +43,9 @@ pub async fn late_ack(subject: &Subject, place: &Place) -> (String, bool) {
     hear(["FETCHED", "REFUSED"]);
     process::stop(zombie.0.id()).unwrap();
     let mut options = zombie::options().unwrap();
-    // This lease must outlast the test.
-    options.lease = PATIENCE;
+    // This lease must outlast the rest of the test. Where the lease of a group is the longest that was asked for, the
+    // event of the stopped process comes after this time.
+    options.lease = PATIENCE / 4;
     let mut consumer = engine.broker.consume(group.name, options).await.unwrap();
     let fetched = tokio::time::timeout(PATIENCE, consumer.fetch(1)).await;
     let mut batch = fetched

@@ -102,10 +102,9 @@ impl ChildLimits {
     }
 }
 
+/// Whether this user may execute the file.
 fn is_executable(path: &Path) -> bool {
-    use std::os::unix::fs::PermissionsExt as _;
-    let found = path.metadata();
-    found.is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
+    path.is_file() && rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_ok()
 }
 
 /// A command that runs one task per process. No shell is involved: the arguments reach the program as they are.
