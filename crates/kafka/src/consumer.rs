@@ -97,7 +97,7 @@ impl KafkaConsumer {
             }
         }
         // A consumer that takes large batches asks again soon. The attempts of its next batches become durable while it
-        // works on this one. The rest of a claim is kept with them, so that it is given back if nobody asks for it.
+        // works on this one. The rest of a claim is kept with them, so that it is given back if no fetch asks for it.
         let is_large = max >= LARGE;
         if !self.claimed.is_empty() || (is_large && count == max) {
             let (number, step) = (|| self.shared.number(), self.member.step());

@@ -164,9 +164,9 @@ impl Link {
         PubAck::of(stream, &answer).ok_or_else(|| self.crowded(subject))
     }
 
-    /// Publishes a record or a value. While a stream of several replicas has no leader, nobody answers, and without a
-    /// connection nothing is sent: then nothing is stored, the publish is repeated, and its condition on the last sequence
-    /// still holds.
+    /// Publishes a record or a value. While a stream of several replicas has no leader, no server answers; without a
+    /// connection, no request is sent. In both cases nothing was stored. So the publish is repeated, and its condition on
+    /// the last sequence still holds.
     pub(crate) async fn publish_to_leader(
         &self,
         stream: &str,

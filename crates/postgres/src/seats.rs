@@ -32,8 +32,8 @@ struct Inner {
 /// Group, token and position of a lease.
 type Key = (i64, i64, u64);
 
-/// Hashes tokens and keys, which happens several times for each event. Tokens are random, so nobody can choose keys
-/// that collide.
+/// Hashes tokens and keys, which happens several times for each event. Tokens are random, so a client cannot choose
+/// keys that collide.
 #[derive(Default)]
 struct Mixed(u64);
 

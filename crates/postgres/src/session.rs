@@ -333,7 +333,8 @@ async fn serve(
                     others |= from != own;
                 }
                 if others {
-                    // The other engine may have begun to listen after a publish here that was told to nobody.
+                    // The other engine may have begun to listen just before a publish here, which sent no notification because this
+                    // engine counted as alone. So one is sent now.
                     match bell.alone.swap(false, Ordering::AcqRel) {
                         true => bell.ring(),
                         false => bell.ring_here(),

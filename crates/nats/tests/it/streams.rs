@@ -520,14 +520,14 @@ async fn a_group_reaches_streams_of_other_processes() {
     assert_eq!(none["error"]["err_code"], 10014, "nothing is wanted of it");
 }
 
-// conformance: contract/nats-no-leader: while nobody answers for the stream of the groups, declaring a group waits
+// conformance: contract/nats-no-leader: while no server answers for the stream of the groups, declaring a group waits
 // needs: nats-server
 #[tokio::test]
 async fn declaring_a_group_waits_for_the_stream_of_the_groups() {
     let Some(url) = server::account() else { return };
     let engine = open(&url).await;
     publish(&engine, "order.a").await;
-    // A stream without a leader answers as one that is not there: nobody listens on its subject.
+    // A removed stream is like one without a leader: no server listens on its subject.
     let plain = Plain::connect(&url).await;
     let removed = plain.api("STREAM.DELETE.EVERBUS_GROUPS", json!({})).await;
     assert_eq!(removed["success"], true, "{removed}");
